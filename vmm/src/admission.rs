@@ -323,7 +323,8 @@ pub fn unverified(program: &[u8], error: SignatureError) -> String {
 
 /// Whether these bytes begin as WebAssembly text does: with a parenthesis or a
 /// comment.
-fn is_text(program: &[u8]) -> bool {
+#[must_use]
+pub fn is_text(program: &[u8]) -> bool {
     let program = program.trim_ascii_start();
     program.starts_with(b"(") || program.starts_with(b";;")
 }

@@ -33,6 +33,7 @@ fn main() -> ExitCode {
             an_import_that_is_not_granted_exits_3_and_is_named,
             unsigned_flipped_and_wrongly_keyed_programs_exit_3,
             keygen_sign_and_inspect_fit_together,
+            a_session_that_no_service_takes_is_refused_by_each_command,
             check_names_every_violation,
             check_takes_what_a_run_may_ask_for_and_says_what_that_is,
             what_check_says_run_says_too,
@@ -229,6 +230,10 @@ fn keygen_sign_and_inspect_fit_together() {
     let piped = desk.forge(&["sign", "--key", "keys/signer.pem", "marked.wat", "-o", "-"]);
     assert_eq!(piped.stdout, fs::read(desk.path("hello.wasm")).unwrap(), "{piped:?}");
     assert!(!desk.path("-").exists());
+    // And of text under any name.
+    desk.write("hello", HELLO);
+    let piped = desk.forge(&["sign", "--key", "keys/signer.pem", "hello", "-o", "-"]);
+    assert_eq!(piped.stdout, fs::read(desk.path("hello.wasm")).unwrap(), "{piped:?}");
     let inspected = desk.forge(&["inspect", "--json", "--trust", "keys/signer.pub", "hello.wasm"]);
     let inspected: Value = serde_json::from_slice(&inspected.stdout).unwrap();
     assert_eq!(inspected["signature"], "good");
@@ -242,6 +247,23 @@ fn keygen_sign_and_inspect_fit_together() {
         assert!(desk.forge(&sign).status.success());
         let said = text(&desk.forge(&["inspect", "calls.wasm"]).stdout);
         assert!(said.contains(&format!("may call    {may}")), "{said}");
+    }
+}
+
+fn a_session_that_no_service_takes_is_refused_by_each_command() {
+    let desk = Desk::new();
+    let long = "s".repeat(129);
+    for name in ["", "a\nb", &long] {
+        for command in [
+            &["run", "--session", name, "x.wasm"][..],
+            &["check", "--session", name, "x.wasm"],
+            &["grant", "issue", "--session", name, "--allow", "a.b", "-o", "x.grant"],
+        ] {
+            let refused = desk.forge(command);
+            let said = text(&refused.stderr);
+            assert_eq!(refused.status.code(), Some(2), "{said}");
+            assert!(said.contains("--session") && said.contains("1 to 128 bytes"), "{said}");
+        }
     }
 }
 
@@ -421,9 +443,7 @@ fn text_is_told_how_to_become_a_signed_module() {
     desk.write("hello.txt", HELLO);
     for arguments in [
         &["run", "--trust", "signer.pub", "hello.wat"][..],
-        &["run", "--sign-with", "signer.pem", "hello.txt"],
-        &["inspect", "hello.txt"],
-        &["check", "hello.txt"],
+        &["run", "--trust", "signer.pub", "hello.txt"],
     ] {
         let refused = desk.forge(arguments);
         assert_eq!(refused.status.code(), Some(3), "{arguments:?}");
@@ -431,6 +451,12 @@ fn text_is_told_how_to_become_a_signed_module() {
         assert!(said.contains("WebAssembly text"), "{arguments:?}: {said}");
         assert!(said.contains("`forge-vmm sign --key"), "{arguments:?}: {said}");
         assert_eq!(said.lines().count(), 1, "{arguments:?}: {said}");
+    }
+    // What may be unsigned is read as text whatever its name is.
+    for command in ["inspect", "check"] {
+        let of = |file| desk.forge(&[command, file]);
+        let (as_text, named) = (of("hello.txt"), of("hello.wat"));
+        assert_eq!((as_text.status, as_text.stdout), (named.status, named.stdout));
     }
 }
 

@@ -284,6 +284,26 @@ fn everything_wrong_is_told_at_once_by_field_and_nothing_is_started() {
 }
 
 #[test]
+fn what_two_tables_say_together_is_checked_as_a_service_takes_it() {
+    let desk = Desk::new();
+    let key = SignerKey::from_secret(&[7; 32]).trust_key();
+    desk.write("signer.pub", key.to_pem().as_bytes());
+    fs::create_dir(desk.path("w")).unwrap();
+    for (text, field, served) in [
+        ("[vm]\nisolation = 'process'\n[pool]\nreuse = 'reset'\n", "pool.reuse", "[pool] reuse"),
+        ("[http]\nlisten = './w/../w/s'\nprincipal = 'local'\n", "http.listen", "[service] socket"),
+    ] {
+        let text = format!("[trust]\nkeys = ['signer.pub']\n[service]\nsocket = 'w/s'\n{text}");
+        let (faults, status) = desk.check(&text);
+        assert_eq!((faults.len(), status), (1, 2), "{faults:?}");
+        assert_eq!(faults[0].0, field);
+        let refused = desk.forge(&["serve", "--config", "forge.toml"]);
+        let said = String::from_utf8(refused.stderr).unwrap();
+        assert!(refused.status.code() == Some(2) && said.contains(served), "{said}");
+    }
+}
+
+#[test]
 fn a_file_that_cannot_be_read_is_told_as_json_too() {
     let desk = Desk::new();
     let output = desk.forge(&["config", "check", "--json", "--config", "nowhere.toml"]);

@@ -48,6 +48,7 @@ fn main() -> ExitCode {
             what_is_configured_is_loaded_again,
             a_reload_names_what_it_does_not_load,
             a_role_that_is_taken_away_is_lost_to_all_that_begins_after_the_reload,
+            a_reload_that_a_toolbroker_does_not_hear_keeps_nobody_waiting_and_holds_once_it_does,
             a_log_that_takes_nothing_ends_no_service_and_no_thread_of_it,
             a_pipe_that_nobody_reads_keeps_no_service_from_its_start_or_its_end,
             what_is_in_the_jail_goes_first_where_memory_is_short,
@@ -117,6 +118,20 @@ fn a_service_manager_passes_the_socket_and_is_told() {
     manager.set_nonblocking(true).unwrap();
     assert!(manager.recv(&mut [0; 256]).is_err(), "it was told more");
     assert!(desk.socket().exists(), "the socket is the manager's");
+
+    // One for messages serves nobody.
+    let packets = desk.path("packets");
+    let script = format!(
+        "import os, socket\ns = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n\
+         s.bind('{}')\ns.listen()\nos.dup2(s.fileno(), 3)\nos.set_inheritable(3, True)\n\
+         os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS='1')\n\
+         os.execv('{FORGE}', ['{FORGE}', 'serve', '--trust', 'signer.pub', '--state', 'state'])",
+        packets.display()
+    );
+    let mut command = Command::new("python3");
+    let served = command.args(["-c", &script]).current_dir(desk.folder()).output().unwrap();
+    let said = String::from_utf8_lossy(&served.stderr);
+    assert!(served.status.code() == Some(2) && said.contains("for streams"), "{said}");
 }
 
 fn a_configuration_may_be_loaded_again_before_the_service_listens() {
@@ -312,6 +327,47 @@ fn a_role_that_is_taken_away_is_lost_to_all_that_begins_after_the_reload() {
         loaded("clerk", 6).await;
         assert_eq!((kind(&hashes()).await, kind(&granted).await), ("".into(), "".into()));
     });
+}
+
+fn a_reload_that_a_toolbroker_does_not_hear_keeps_nobody_waiting_and_holds_once_it_does() {
+    let desk = desk();
+    let configured = |of_local: &str, runs_max: u32| {
+        let roles = "[roles.clerk]\ntools = ['crypto.hash']\n[roles.guest]\ntools = []\n";
+        let local = format!("[principals.local]\nroles = ['{of_local}']\n");
+        let text = format!("{roles}{local}[service]\nruns_max = {runs_max}\n");
+        fs::write(desk.path("forge.toml"), text).unwrap();
+    };
+    configured("clerk", 3);
+    let log = fs::File::create(desk.path("log")).unwrap();
+    let child = desk.serves(&["--config", "forge.toml"]).stderr(log).spawn().unwrap();
+    let service = Service::listening(child, desk.socket());
+    let mut client = service.client();
+    assert_eq!(run(&mut client, &hashes())["kind"], "");
+    let broker = broker_pid(&standing(&mut client)).unwrap() as i32;
+    let stop = |with| {
+        // SAFETY: a plain system call; the process is this test's service's own.
+        assert_eq!(unsafe { libc::kill(broker, with) }, 0);
+    };
+    stop(libc::SIGSTOP);
+    let says_nothing = || {
+        fs::read_to_string(desk.path("log")).unwrap().matches("the toolbroker says nothing").count()
+    };
+    // While it waits for the toolbroker it answers and runs. A host that is slow for as
+    // long as that is looked at once more.
+    let goes_on = (4..8).any(|runs_max| {
+        configured("guest", runs_max);
+        let before = says_nothing();
+        signal(&service, libc::SIGHUP);
+        let answers = standing(&mut client)["bounds"]["runs_max"] == runs_max - 1;
+        assert_eq!(run(&mut client, &submit(ECHO, "[1]"))["output"], "[1]");
+        let goes_on = answers && says_nothing() == before;
+        eventually("it is loaded", || standing(&mut client)["bounds"]["runs_max"] == runs_max);
+        assert_eq!(says_nothing(), before + 1);
+        goes_on
+    });
+    assert!(goes_on, "nobody was answered until the reload was over");
+    stop(libc::SIGCONT);
+    assert_eq!(run(&mut client, &hashes())["kind"], "forbidden");
 }
 
 fn a_log_that_takes_nothing_ends_no_service_and_no_thread_of_it() {

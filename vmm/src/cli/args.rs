@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
-use forge_protocol::limits::{FOUND_TOOLS_MAX, RunLimits};
-use forge_protocol::name::ToolName;
+use forge_protocol::limits::{FOUND_TOOLS_MAX, RunLimits, SESSION_BYTES_MAX};
+use forge_protocol::name::{ToolName, is_session};
 use forge_vmm::isolation::Isolation;
 use serde::Deserialize;
 
@@ -92,6 +92,14 @@ fn principal(name: &str) -> Result<String, String> {
     super::config::no_principal(name).map_or_else(|| Ok(name.to_owned()), Err)
 }
 
+/// A session's name, as the service takes it.
+fn session(name: &str) -> Result<String, String> {
+    match is_session(name) {
+        true => Ok(name.to_owned()),
+        false => Err(format!("it has 1 to {SESSION_BYTES_MAX} bytes and no control characters")),
+    }
+}
+
 /// What tools are searched for.
 fn intent(text: &str) -> Result<String, String> {
     if text.trim().is_empty() {
@@ -148,7 +156,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) grant: Option<PathBuf>,
     /// The session that the run belongs to: a grant may be good in one alone
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = session)]
     pub(crate) session: Option<String>,
     /// Grant the -k tools that fit this intent best (steps one on a line), those that write included
     #[arg(
@@ -392,7 +400,7 @@ pub(crate) struct CheckArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) grant: Option<PathBuf>,
     /// The session that the run would belong to
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = session)]
     pub(crate) session: Option<String>,
     /// Print JSON
     #[arg(long)]
@@ -564,7 +572,7 @@ pub(crate) struct GrantTerms {
     #[arg(long, value_name = "N")]
     pub(crate) cost: Option<u32>,
     /// The one session it is good in
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = session)]
     pub(crate) session: Option<String>,
 }
 

@@ -33,7 +33,7 @@ use serde::Deserialize;
 use tokio::sync::watch;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
-use super::config::{self, Fault, LowUser, socket};
+use super::config::{self, Fault, LowUser, ServiceConfig, socket};
 use super::{CliError, complain};
 
 /// The hidden command that makes this executable a door.
@@ -111,25 +111,44 @@ fn asked_for(
     config::table::<LowHttp>(all, "http")?.resolve(folder, principals).map(Some)
 }
 
-/// Everything that is wrong with `[http]`; and that nobody could use it, if that
-/// `is_wrong`.
+/// Everything that is wrong with `[http]` beside this `[service]`; and that nobody could
+/// use it, if that `is_wrong`.
 pub(crate) fn faults(
     all: &toml::Table,
     folder: &Path,
-    principals: &Principals,
+    service: &ServiceConfig,
     is_wrong: bool,
 ) -> Vec<Fault> {
     let Some(table) = all.get("http") else { return Vec::new() };
     let (mut faults, rest) = config::sifted::<LowHttp>("http", table);
-    match rest.map(|low| low.resolve(folder, principals)) {
+    match rest.map(|low| low.resolve(folder, &service.options.principals)) {
         Some(Err(fault)) => faults.push(fault),
+        Some(Ok(door)) if service.socket.as_deref().is_some_and(|at| door.is_at(at)) => {
+            faults.push(Fault::at("http.listen", AT_THE_SERVICES));
+        }
         Some(Ok(door)) if is_wrong => faults.extend(door.useless()),
         _ => {}
     }
     faults
 }
 
+/// Why a door cannot be there.
+pub(crate) const AT_THE_SERVICES: &str =
+    "the service's own socket, [service] socket or --socket, is there: give another";
+
+/// A file by its folder, however that is written.
+fn settled(path: &Path) -> Option<PathBuf> {
+    let folder = path.parent().filter(|it| !it.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    Some(folder.canonicalize().ok()?.join(path.file_name()?))
+}
+
 impl DoorConfig {
+    /// Whether it is to listen at this path.
+    pub(crate) fn is_at(&self, path: &Path) -> bool {
+        let Place::Path(own, _) = &self.place else { return false };
+        own == path || settled(own).is_some_and(|own| settled(path) == Some(own))
+    }
+
     /// That nobody could use it, if that is so.
     fn useless(&self) -> Option<Fault> {
         let why = "nobody could use it: give principals a token_sha256, or, for everybody on this \
@@ -451,6 +470,22 @@ impl Door {
         Ok(Self { shared, place, keeper, ended })
     }
 
+    /// What decides who may use it.
+    pub(crate) fn deciding(&self) -> Deciding {
+        Deciding(Arc::clone(&self.shared))
+    }
+
+    /// Where it listens, for a reader.
+    pub(crate) fn place(&self) -> &str {
+        &self.place
+    }
+}
+
+/// What decides who may use a door, from any thread.
+#[derive(Debug)]
+pub(crate) struct Deciding(Arc<Shared>);
+
+impl Deciding {
     /// What has the operator decide this from then on. Where the door listens,
     /// and as whom, stays. Without a configuration it knows nobody: what opened
     /// it before may have been taken back with it.
@@ -460,15 +495,15 @@ impl Door {
     pub(crate) fn reload(
         &self,
         config: Option<DoorConfig>,
-    ) -> Result<impl FnOnce() + '_, CliError> {
+    ) -> Result<impl FnOnce() + Send + '_, CliError> {
         let nobodys =
             Options { access: Access::Tokens(Vec::new()), hosts: Vec::new(), metrics_token: None };
         let (new, why) = match config {
             Some(config) => (config.options, "no principal has a token"),
             None => (nobodys, "there is no [http] any more"),
         };
-        self.shared.listener.admits(&new)?;
-        if is_nobodys(&new) && !is_nobodys(&self.shared.options()) {
+        self.0.listener.admits(&new)?;
+        if is_nobodys(&new) && !is_nobodys(&self.0.options()) {
             tracing::warn!(why, "nobody can use the HTTP door any more");
         }
         Ok(|| self.tell(new))
@@ -476,19 +511,14 @@ impl Door {
 
     /// Has it go by these from now on.
     fn tell(&self, new: Options) {
-        let mut options = self.shared.options();
+        let mut options = self.0.options();
         *options = new;
         // One that is started from here on takes them from there.
-        if let (Some((_, control)), Ok(line)) = (&*self.shared.now(), line(&options))
+        if let (Some((_, control)), Ok(line)) = (&*self.0.now(), line(&options))
             && let Err(error) = { control }.write_all(&line)
         {
             tracing::warn!(%error, "the HTTP door is not told of its new options");
         }
-    }
-
-    /// Where it listens, for a reader.
-    pub(crate) fn place(&self) -> &str {
-        &self.place
     }
 }
 

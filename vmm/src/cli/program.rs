@@ -12,7 +12,7 @@ use forge_protocol::hex::hex;
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::signature::{SignatureError, SignedParts, SignerKey};
-use forge_vmm::admission::{self, Shape, Violation, shown, shown_whole};
+use forge_vmm::admission::{self, Shape, Violation, is_text, shown, shown_whole};
 use forge_vmm::broker::BrokerError;
 use forge_vmm::keys;
 use serde::Serialize;
@@ -343,11 +343,12 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
 /// Reads a program; text is assembled, so that it can be looked at unsigned.
 fn read_program(path: &Path) -> Result<Vec<u8>, CliError> {
     let bytes = read_file(path)?;
-    if path.extension().is_none_or(|extension| extension != "wat") {
-        return Ok(bytes);
-    }
     // The mark that some editors begin a file with is no part of it.
     let text = bytes.strip_prefix(config::BYTE_ORDER_MARK).unwrap_or(&bytes);
+    // What is called so and does not begin so is told what is wrong with it as text.
+    if !is_text(text) && path.extension().is_none_or(|extension| extension != "wat") {
+        return Ok(bytes);
+    }
     wat::parse_bytes(text).map(|module| module.into_owned()).map_err(|mut error| {
         error.set_path(path);
         CliError::Program(error.to_string())

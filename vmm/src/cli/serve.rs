@@ -10,6 +10,7 @@ use forge_protocol::broker::Request;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Reuse, Tier, VmFailure};
 use forge_vmm::broker::BrokerError;
+use forge_vmm::cancel::Cancel;
 use forge_vmm::jail::privileges;
 use forge_vmm::keys;
 use forge_vmm::link::Patience;
@@ -19,8 +20,8 @@ use forge_vmm::service::{Reloaded, Server, VsockListener, server, systemd};
 use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 
 use super::args::ServeArgs;
-use super::config::{self, AtStart, GrantKey, ServiceConfig};
-use super::door::{self, Door};
+use super::config::{self, AtStart, GrantKey, NO_RESET, ServiceConfig};
+use super::door::{self, Deciding, Door};
 use super::{CliError, Exit, complain, end_broker, say};
 
 /// How long a zygote may take to stand before there is a service. It takes some
@@ -61,6 +62,9 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     }
     let at_start = config::read_at_start(config, args.broker.mcp_config.as_deref())?;
     let http = door::configured(config, &options.principals)?;
+    if http.as_ref().is_some_and(|door| door.is_at(&path)) {
+        return Err(CliError::Usage(format!("http.listen: {}", door::AT_THE_SERVICES)));
+    }
     let pool = pool(&args, descriptors.ok())?;
     let tier = pool.tier;
     // From here on there is something for it to end.
@@ -102,8 +106,10 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     if let Some(at) = vsock {
         say(&format_args!("serving at {at} too"));
     }
-    let load = || {
-        reloaded(&args, &supervisor, door.as_ref(), &at_start).map_err(|error| error.to_string())
+    let (deciding, of_start) = (door.as_ref().map(Door::deciding), &at_start);
+    let load = |ends: &Cancel| {
+        let loaded = reloaded(&args, &supervisor, deciding.as_ref(), of_start, ends);
+        loaded.map_err(|error| error.to_string())
     };
     server.serve(&supervisor, options, load).map_err(failed)?;
     // Whoever comes now is for the next service.
@@ -121,13 +127,17 @@ fn pool(args: &ServeArgs, descriptors: Option<u64>) -> Result<PoolOptions, CliEr
         None => ready,
     };
     let tier = config::tier(None, config)?;
-    if tier == Tier::Process && matches!(ready.reuse, Reuse::Reset { .. }) {
-        return Err(CliError::Usage(
-            "--reuse reset, or [pool] reuse: in isolation `process` each run has a process of its \
-             own, and none is put back"
-                .into(),
-        ));
-    }
+    let ready = match (tier, ready.reuse) {
+        (Tier::Process, Reuse::Reset { .. }) if config::wants_processes(config)? => {
+            return Err(CliError::Usage(format!("--reuse reset, or [pool] reuse: {NO_RESET}")));
+        }
+        // `auto` takes what there is.
+        (Tier::Process, Reuse::Reset { .. }) => {
+            complain(&format!("--reuse reset, or [pool] reuse, is passed over: {NO_RESET}"));
+            config::Pool { reuse: Reuse::Fresh, ..ready }
+        }
+        _ => ready,
+    };
     if tier == Tier::Vm && ready.ready_max > 0 {
         // Or the pool would try for ever.
         let missing = |error| CliError::Host(io::Error::other(VmFailure::from(error).message));
@@ -138,13 +148,15 @@ fn pool(args: &ServeArgs, descriptors: Option<u64>) -> Result<PoolOptions, CliEr
 }
 
 /// What a service goes by from now on, as its files say it, and what is to be done once
-/// it does. The toolbroker goes by them already: where anything fails, nothing changes.
+/// it does. The toolbroker goes by them already, or does so before it answers anything
+/// more: where anything fails, nothing changes.
 fn reloaded<'a>(
     args: &ServeArgs,
     supervisor: &Supervisor,
-    door: Option<&'a Door>,
+    door: Option<&'a Deciding>,
     at_start: &'a AtStart,
-) -> Result<(Reloaded, impl FnOnce() + use<'a>), CliError> {
+    ends: &Cancel,
+) -> Result<(Reloaded, impl FnOnce() + Send + use<'a>), CliError> {
     let (config, mcp_config) = (args.broker.config.as_deref(), args.broker.mcp_config.as_deref());
     config::is_good(config, mcp_config)?;
     let options = config::service(config)?.options;
@@ -152,7 +164,7 @@ fn reloaded<'a>(
     let trust = trust_keys(args)?;
     let now = config::read_at_start(config, mcp_config)?;
     let tell = door.map(|door| door.reload(http)).transpose()?;
-    config.map_or(Ok(()), |config| load_roles(supervisor, config))?;
+    config.map_or(Ok(()), |config| load_roles(supervisor, config, ends))?;
     let then = move || {
         if let Some(tell) = tell {
             tell();
@@ -181,12 +193,17 @@ fn within(pool: config::Pool, descriptors: u64) -> config::Pool {
 }
 
 /// Has the toolbroker take the roles that this file says. One that is away reads it
-/// when it starts.
-fn load_roles(supervisor: &Supervisor, config: &Path) -> Result<(), CliError> {
+/// when it starts, and one that says nothing takes them before whatever is asked later.
+fn load_roles(supervisor: &Supervisor, config: &Path, ends: &Cancel) -> Result<(), CliError> {
     let (file, tables) = (config.display().to_string(), config::roles(config)?);
-    let patience = Patience::until(Instant::now() + ROLES_TIME_MAX);
+    let until = Some(Instant::now() + ROLES_TIME_MAX);
+    let patience = Patience { until, cancel: Some(ends) };
     match supervisor.ask(&Request::LoadRoles { file, tables }, patience) {
         Ok(_) | Err(BrokerError::Away { .. }) => Ok(()),
+        Err(BrokerError::OutOfTime | BrokerError::NoAnswer(_)) => {
+            tracing::warn!("the toolbroker says nothing: it goes by the new roles once it does");
+            Ok(())
+        }
         Err(BrokerError::Refused { kind, message }) => Err(CliError::Refused { kind, message }),
         Err(error) => Err(CliError::Host(io::Error::other(error))),
     }

@@ -240,7 +240,7 @@ pub(super) mod tests {
     }
 
     /// The process of the zygote that it has.
-    fn process(maker: &Maker) -> Arc<Spawned> {
+    pub(in super::super) fn process(maker: &Maker) -> Arc<Spawned> {
         maker.zygote.take(Patience::default()).unwrap().as_ref().unwrap().process()
     }
 

@@ -328,12 +328,10 @@ impl Pool {
         Ok(self.shared.make(ram_bytes, touched, Patience::default())?)
     }
 
-    /// Ends all workers with their zygote, whoever has them and waits for what: for
-    /// who is about to end. A zygote that was stopped would not hear of that end.
-    pub fn kill(&self) {
-        // Or the filling thread starts another for those that it finds ended.
-        self.shared.stock.close();
-        self.shared.maker.kill();
+    /// What ends its processes, whoever has the pool, and while it ends by itself.
+    #[must_use]
+    pub fn killer(&self) -> Killer {
+        Killer(Arc::downgrade(&self.shared))
     }
 
     /// Starts the first zygote, if none ever stood. What every run needs is
@@ -376,6 +374,27 @@ impl Pool {
     }
 }
 
+/// What ends the processes of one pool, as long as there is anything of it.
+#[derive(Debug)]
+pub struct Killer(Weak<Shared>);
+
+impl Killer {
+    /// Whether there is a pool still that it could end.
+    #[must_use]
+    pub fn has_any(&self) -> bool {
+        self.0.strong_count() > 0
+    }
+
+    /// Ends all workers with their zygote, whoever has them and waits for what: for
+    /// who is about to end. A zygote that was stopped would not hear of that end.
+    pub fn kill(&self) {
+        let Some(shared) = self.0.upgrade() else { return };
+        // Or the filling thread starts another for those that it finds ended.
+        shared.stock.close();
+        shared.maker.kill();
+    }
+}
+
 impl Drop for Pool {
     fn drop(&mut self) {
         self.shared.stock.close();
@@ -394,6 +413,24 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
+
+    #[test]
+    fn what_is_left_of_a_pool_that_ends_by_itself_is_ended_all_the_same() {
+        let pool = Pool::new(&TrustKeys::new([]).unwrap(), PoolOptions::default()).unwrap();
+        let killer = pool.killer();
+        // As its filling thread has, while it waits for a zygote that says nothing.
+        let left = Arc::clone(&pool.shared);
+        drop(pool);
+        let _theirs = maker::tests::begin_zygote(&left.maker);
+        let soon = Patience::until(Instant::now() + Duration::from_millis(10));
+        assert!(left.maker.stand_by(soon).is_err());
+        let process = maker::tests::process(&left.maker);
+        assert!(killer.has_any());
+        killer.kill();
+        assert!(process.wait().is_ok());
+        drop(left);
+        assert!(!killer.has_any());
+    }
 
     #[test]
     fn a_disproven_reset_is_counted_though_its_worker_gets_no_other_run() {

@@ -6,8 +6,8 @@ use std::io;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use forge_log::Seldom;
@@ -22,6 +22,7 @@ use super::options::ServiceOptions;
 use super::socket_file::SocketFile;
 use super::systemd::{Standing, notify};
 use super::{CONNECTIONS_MAX, OPERATORS_OWN, Service};
+use crate::cancel::Cancel;
 use crate::locks::lock;
 use crate::supervisor::Supervisor;
 
@@ -195,16 +196,44 @@ impl Server {
     }
 
     /// Serves until a signal or a client ends it, or the socket fails. `load`
-    /// loads the configuration again, and says what else is to be done once the
-    /// service goes by it.
+    /// loads the configuration again, beside everything else and until what it is given
+    /// is raised, and says what else is to be done once the service goes by it.
     ///
     /// # Errors
     /// What the kernel said.
-    pub fn serve<Then: FnOnce()>(
+    pub fn serve<Then: FnOnce() + Send>(
         &self,
         supervisor: &Arc<Supervisor>,
         options: ServiceOptions,
-        load: impl Fn() -> Result<(Reloaded, Then), String>,
+        load: impl Fn(&Cancel) -> Result<(Reloaded, Then), String> + Sync,
+    ) -> io::Result<()> {
+        let ends = Cancel::new()?;
+        std::thread::scope(|scope| {
+            let (loaded, is_loaded) = mpsc::channel();
+            let (load, ends) = (&load, &ends);
+            let served = self.serve_and(supervisor, options, &is_loaded, |wake| {
+                let loaded = loaded.clone();
+                let begun = std::thread::Builder::new().name("reload".into());
+                let begun = begun.spawn_scoped(scope, move || {
+                    let _ = loaded.send(load(ends));
+                    let _ = wake.write(1);
+                });
+                begun.map(drop)
+            });
+            // Nobody goes by what is still read.
+            ends.raise();
+            served
+        })
+    }
+
+    /// The same with somebody who begins to load, has what came of it received and wakes
+    /// the loop then.
+    fn serve_and<Then: FnOnce()>(
+        &self,
+        supervisor: &Arc<Supervisor>,
+        options: ServiceOptions,
+        loaded: &mpsc::Receiver<Result<(Reloaded, Then), String>>,
+        load: impl Fn(EventFd) -> io::Result<()>,
     ) -> io::Result<()> {
         let wake = self.signals.try_clone()?;
         let service = Service::new(Arc::clone(supervisor), options, wake)?;
@@ -216,6 +245,7 @@ impl Server {
         notify(Standing::Ready);
         let mut ending = None;
         let mut next = 0;
+        let mut loads = false;
         loop {
             let time = ending.as_ref().map_or(LOOK_EVERY, Ending::look_in);
             service.turn(time, |listener| match (listener, &self.vsock) {
@@ -224,8 +254,19 @@ impl Server {
                     self.listener.accept().map(|(socket, _)| Arrival::unix(socket))
                 }),
             })?;
-            if RELOAD_ASKED.swap(false, Ordering::AcqRel) {
-                service.load_again(&load);
+            if loads && let Ok(loaded) = loaded.try_recv() {
+                loads = false;
+                service.go_by(loaded);
+            }
+            // One at a time, and after it one more for all who asked meanwhile.
+            if !loads && RELOAD_ASKED.swap(false, Ordering::AcqRel) {
+                match service.wake.try_clone().and_then(&load) {
+                    Ok(()) => {
+                        loads = true;
+                        service.stand(Standing::Reloading);
+                    }
+                    Err(error) => service.go_by::<Then>(Err(error.to_string())),
+                }
             }
             let ends_asked = ENDS_ASKED.load(Ordering::Acquire);
             if ends_asked > 0 {
@@ -412,24 +453,26 @@ impl Service {
         let _ = self.wake.write(1);
     }
 
-    fn load_again<Then: FnOnce()>(&self, load: &impl Fn() -> Result<(Reloaded, Then), String>) {
-        // One that ends goes on to end for its manager, whatever it reads meanwhile.
-        let ends = self.gate.is_draining();
-        if !ends {
-            notify(Standing::Reloading);
-        }
-        let loaded = load().and_then(|(new, then)| {
+    /// Goes by what was loaded again.
+    fn go_by<Then: FnOnce()>(&self, loaded: Result<(Reloaded, Then), String>) {
+        let gone_by = loaded.and_then(|(new, then)| {
             self.reload(new).map_err(|error| error.to_string())?;
             then();
             Ok(())
         });
-        match loaded {
+        match gone_by {
             Ok(()) => tracing::info!("the configuration was loaded again"),
             // It goes on as it was.
             Err(error) => tracing::error!(%error, "the configuration is not loaded again"),
         }
-        if !ends {
-            notify(Standing::Ready);
+        self.stand(Standing::Ready);
+    }
+
+    /// Tells its manager how it stands. One that ends goes on to end for it, whatever it
+    /// reads meanwhile.
+    fn stand(&self, standing: Standing) {
+        if !self.gate.is_draining() {
+            notify(standing);
         }
     }
 

@@ -70,9 +70,17 @@ pub fn passed_listener() -> io::Result<Option<(UnixListener, PathBuf)>> {
         Some(1) => {
             let fd = LISTEN_FDS_START;
             let wrong = |what: &str| io::Error::new(io::ErrorKind::InvalidInput, what.to_owned());
-            for (option, expected) in [(libc::SO_DOMAIN, libc::AF_UNIX), (libc::SO_ACCEPTCONN, 1)] {
+            let asked = [
+                (libc::SO_DOMAIN, libc::AF_UNIX),
+                (libc::SO_TYPE, libc::SOCK_STREAM),
+                (libc::SO_ACCEPTCONN, 1),
+            ];
+            for (option, expected) in asked {
                 if socket_option(fd, option)? != expected {
-                    return Err(wrong("descriptor 3, which was passed, listens at no unix socket"));
+                    return Err(wrong(
+                        "descriptor 3, which was passed, listens at no unix socket for streams: \
+                         give ListenStream= a path",
+                    ));
                 }
             }
             // No process that is started may have it.

@@ -15,7 +15,7 @@ mod result;
 
 use std::io;
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
 use forge_protocol::RunId;
@@ -39,7 +39,7 @@ use crate::keeper::{BrokerStanding, Keeper};
 use crate::link::Patience;
 use crate::locks::lock;
 use crate::pool::worker::Tell;
-use crate::pool::{Pool, PoolOptions};
+use crate::pool::{Killer, Pool, PoolOptions};
 use crate::report::Outcome;
 use crate::trace::{Supervised, now_ns};
 
@@ -77,7 +77,7 @@ pub struct Supervisor {
     options: PoolOptions,
     engine: RwLock<Arc<Engine>>,
     /// Of the engine and of former ones, as long as runs are under way there.
-    pools: Mutex<Vec<Weak<Pool>>>,
+    pools: Mutex<Vec<Killer>>,
 }
 
 /// What hangs on the keys that are trusted: they are in every VM, too.
@@ -112,7 +112,7 @@ impl Supervisor {
         let SupervisorOptions { trust, maxima, pool } = options;
         let first = Engine::new(trust.clone(), Pool::new(&trust, pool)?);
         let broker = broker.map(Keeper::of).transpose()?;
-        let pools = Mutex::new(vec![Arc::downgrade(&first.pool)]);
+        let pools = Mutex::new(vec![first.pool.killer()]);
         Ok(Self { maxima, broker, options: pool, engine: RwLock::new(first), pools })
     }
 
@@ -129,8 +129,8 @@ impl Supervisor {
         let engine = Engine::new(trust, pool);
         {
             let mut pools = lock(&self.pools);
-            pools.retain(|pool| pool.strong_count() > 0);
-            pools.push(Arc::downgrade(&engine.pool));
+            pools.retain(Killer::has_any);
+            pools.push(engine.pool.killer());
         }
         let old = {
             let mut place = self.engine.write().unwrap_or_else(PoisonError::into_inner);
@@ -171,8 +171,7 @@ impl Supervisor {
     /// Ends all workers and zygotes, those of former keys too: for who is about to
     /// end, whatever still waits for them.
     pub fn kill(&self) {
-        let pools = lock(&self.pools);
-        pools.iter().filter_map(Weak::upgrade).for_each(|pool| pool.kill());
+        lock(&self.pools).iter().for_each(Killer::kill);
     }
 
     /// Has the broker end, as [`Keeper::end_within`] says. No run that may call anything

@@ -185,6 +185,15 @@ impl Members {
     }
 }
 
+/// Whether bytes that are no message of MCP are a notification, to which nothing is said
+/// (JSON-RPC 2.0, 4.1): they have a method, and no id.
+fn asks_for_nothing(bytes: &[u8]) -> bool {
+    let members = serde_json::from_slice::<Object<Members>>(bytes);
+    members.is_ok_and(|Object(it)| {
+        it.id.is_none() && it.method.is_some_and(|method| method.get().starts_with('"'))
+    })
+}
+
 /// What is said to bytes that are no message of MCP.
 fn no_message(bytes: &[u8], error: &serde_json::Error) -> ServerJsonRpcMessage {
     // What is in them is passed over, however deep it is nested.

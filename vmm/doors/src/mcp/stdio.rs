@@ -337,8 +337,11 @@ impl Outlet {
         if line.is_empty() {
             return Ok(None);
         }
-        let mut message = json::from_text_mended(line)
-            .map_err(|error| Outgoing::new(&super::no_message(line, &error)))?;
+        let mut message = match json::from_text_mended(line) {
+            Ok(message) => message,
+            Err(_) if super::asks_for_nothing(line) => return Ok(None),
+            Err(error) => return Err(Outgoing::new(&super::no_message(line, &error))),
+        };
         match &mut message {
             ClientJsonRpcMessage::Request(request) => {
                 let carried = self.opened(&request.id, line.len())?;
@@ -458,6 +461,23 @@ mod tests {
         assert_eq!(refused(&outlet, &cancelled.to_string()), None);
         assert_eq!(refused(&outlet, &request(1001, "")), None);
         assert!(refused(&outlet, &request(1002, "")).is_some());
+    }
+
+    #[test]
+    fn a_notification_has_no_answer_whatever_is_wrong_with_it() {
+        let (outlet, _taken) = outlet();
+        let cancelled = r#""method":"notifications/cancelled","params":[1]"#;
+        assert_eq!(refused(&outlet, &format!(r#"{{"jsonrpc":"2.0",{cancelled}}}"#)), None);
+        assert_eq!(refused(&outlet, r#"{"jsonrpc":"1.0","method":"notifications/x"}"#), None);
+        for (line, id) in [
+            (format!(r#"{{"jsonrpc":"2.0","id":7,{cancelled}}}"#), json!(7)),
+            (r#"{"jsonrpc":"2.0","id":null,"method":"ping"}"#.to_owned(), Value::Null),
+            (r#"{"jsonrpc":"2.0","method":7}"#.to_owned(), Value::Null),
+            (r#"{"jsonrpc":"2.0"}"#.to_owned(), Value::Null),
+        ] {
+            let refusal = refused(&outlet, &line).unwrap();
+            assert_eq!(refusal.get("id").cloned().unwrap_or_default(), id, "{refusal}");
+        }
     }
 
     #[test]

@@ -15,12 +15,15 @@ use std::time::{Duration, Instant};
 
 use forge_document::{Lines, place};
 use forge_vmm::broker::{Broker, BrokerError};
+use forge_vmm::isolation::Isolation;
 use forge_vmm::keys;
 use forge_vmm::link::{Patience, wait};
 use serde::{Deserialize, Serialize};
 
 use super::fault::{Fault, line_of, sifted, tables};
-use super::{LowBroker, LowTrust, LowUser, LowVm, McpConfig, limits, pool, read_text, service};
+use super::{
+    LowBroker, LowTrust, LowUser, LowVm, McpConfig, NO_RESET, limits, pool, read_text, service,
+};
 use crate::cli::args::{ConfigArgs, ConfigCheckArgs, ConfigCommand};
 use crate::cli::{CliError, Exit, door, out, print_json};
 
@@ -204,6 +207,9 @@ fn supervisors(
     faults.extend(vm.faults());
     let pool: pool::LowPool = read(all, "pool", &mut faults);
     faults.extend(pool.faults());
+    if vm.isolation == Some(Isolation::Process) && pool.resets() {
+        faults.push(Fault::at("pool.reuse", NO_RESET));
+    }
     let limits: limits::LowLimits = read(all, "limits", &mut faults);
     faults.extend(limits.faults());
     let mcp: McpConfig = read(all, "mcp", &mut faults);
@@ -239,7 +245,7 @@ fn supervisors(
     // Whether anybody could use the door is not known of principals that cannot be
     // read.
     let unread = faults.iter().any(|fault| fault.is_within("principals"));
-    let door = door::faults(all, folder, principals, of == Of::Everybody).into_iter();
+    let door = door::faults(all, folder, &service, of == Of::Everybody).into_iter();
     faults.extend(door.filter(|fault| !(unread && fault.field.as_deref() == Some("http"))));
     (faults, user)
 }

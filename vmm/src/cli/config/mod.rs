@@ -246,6 +246,16 @@ pub(crate) fn tier(asked: Option<Isolation>, config: Option<&Path>) -> Result<Ti
     Ok(tier)
 }
 
+/// Why nothing is put back without VMs.
+pub(crate) const NO_RESET: &str =
+    "in isolation `process` each run has a process of its own, and none is put back";
+
+/// Whether a configuration asks for processes and takes nothing else.
+pub(crate) fn wants_processes(config: Option<&Path>) -> Result<bool, CliError> {
+    let Some(path) = config else { return Ok(false) };
+    Ok(read_config(path)?.vm.isolation == Some(Isolation::Process))
+}
+
 /// What a configuration says of `forge-vmm mcp`.
 pub(crate) fn mcp(config: Option<&Path>) -> Result<McpConfig, CliError> {
     let Some(path) = config else { return Ok(McpConfig::default()) };

@@ -58,6 +58,11 @@ pub(crate) fn pool(args: &PoolArgs, config: Option<&Path>) -> Result<Pool, CliEr
 }
 
 impl LowPool {
+    /// Whether VMs are put back.
+    pub(super) fn resets(&self) -> bool {
+        self.reuse == Some(ReuseArg::Reset)
+    }
+
     pub(super) fn faults(&self) -> Vec<Fault> {
         [("pool.ready", self.ready), ("pool.ready_max", self.ready_max)]
             .into_iter()
