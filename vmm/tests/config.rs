@@ -304,6 +304,24 @@ fn what_two_tables_say_together_is_checked_as_a_service_takes_it() {
 }
 
 #[test]
+fn a_configuration_from_a_pipe_is_refused_before_it_is_read() {
+    let desk = Desk::new();
+    let pipe = std::ffi::CString::new(desk.path("pipe").into_os_string().into_encoded_bytes());
+    // SAFETY: a plain system call on a text that ends.
+    assert_eq!(unsafe { libc::mkfifo(pipe.unwrap().as_ptr(), 0o600) }, 0);
+    for command in [
+        &["config", "check", "--config", "pipe"][..],
+        &["tools", "list", "--config", "pipe"],
+        &["tools", "list", "--mcp-config", "pipe"],
+    ] {
+        let refused = desk.forge(command);
+        let said = String::from_utf8(refused.stderr).unwrap();
+        assert_eq!(refused.status.code(), Some(2), "{said}");
+        assert!(said.contains("pipe: this is a pipe") && said.contains("give a file"), "{said}");
+    }
+}
+
+#[test]
 fn a_file_that_cannot_be_read_is_told_as_json_too() {
     let desk = Desk::new();
     let output = desk.forge(&["config", "check", "--json", "--config", "nowhere.toml"]);

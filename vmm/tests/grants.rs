@@ -10,6 +10,8 @@ mod desk;
 #[path = "support/executables.rs"]
 mod executables;
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use std::fs;
 use std::ops::Deref;
 use std::os::unix::fs::PermissionsExt as _;
@@ -302,6 +304,12 @@ fn a_grants_file_is_its_owners_alone_and_whole_or_as_it_was() {
     desk.done(&["grant", "attenuate", "whole.grant", "--calls", "1", "-o", "link.grant"]);
     assert!(desk.path("link.grant").is_symlink());
     assert_ne!(fs::read(&whole).unwrap(), token);
+
+    // As the HTTP door gives it, and an editor keeps it.
+    desk.write("door.grant", format!("{}\n", STANDARD.encode(fs::read(&whole).unwrap())));
+    let inspects = |grant| desk.forge(&["grant", "inspect", "--json", grant]);
+    let (own, doors) = (inspects("whole.grant"), inspects("door.grant"));
+    assert!(own.status.success() && own.stdout == doors.stdout, "{doors:?}");
 }
 
 fn a_grant_that_is_refused_is_told_by_its_file() {

@@ -5,9 +5,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, UNIX_EPOCH};
 
-use forge_protocol::broker::{
-    Authority, GrantClaims, GrantRequest, Narrowing, RefusalKind, Reply, Request,
-};
+use forge_protocol::broker::{GrantClaims, GrantRequest, Narrowing, RefusalKind, Reply, Request};
 use forge_protocol::hex::hex;
 use forge_vmm::admission::shown_whole;
 use forge_vmm::broker::{Broker, BrokerError, BrokerOptions};
@@ -50,7 +48,7 @@ fn issue(args: GrantIssueArgs) -> Result<ExitCode, CliError> {
 /// is started for this alone, with no configuration, no credential, no state
 /// and no server.
 fn attenuate(args: GrantAttenuateArgs) -> Result<ExitCode, CliError> {
-    let token = token(&args.grant)?;
+    let token = config::read_grant(&args.grant)?;
     let GrantTerms { constraints, calls, cost, session } = args.terms;
     let request = Request::AttenuateGrant(Narrowing {
         token,
@@ -111,19 +109,12 @@ struct ClaimedTool {
     constraints: Vec<String>,
 }
 
-fn token(grant: &Path) -> Result<Vec<u8>, CliError> {
-    match config::authority(Vec::new(), Some(grant))? {
-        Authority::Grant(token) => Ok(token),
-        Authority::Tools(_) => Err(CliError::Usage("this is no grant".into())),
-    }
-}
-
 /// What the grant in a file says.
 ///
 /// # Errors
 /// Among others, that it is not good: [`RefusalKind::BadGrant`], with the file's name.
 pub(super) fn claims(broker: &BrokerArgs, grant: &Path) -> Result<GrantClaims, CliError> {
-    let token = token(grant)?;
+    let token = config::read_grant(grant)?;
     let broker = config::start_broker(broker, GrantKey::Kept)?;
     config::ask(&broker, &Request::InspectGrant { token }, |reply| match reply {
         Reply::Claims(claims) => Ok(claims),

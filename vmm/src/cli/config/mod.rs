@@ -27,9 +27,11 @@ pub(crate) use service::{AtStart, ServiceConfig, read_at_start, roles, service};
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::ops::RangeInclusive;
-use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::fs::{DirBuilderExt as _, FileTypeExt as _};
 use std::path::{Path, PathBuf};
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use forge_document::{line_after, place};
 use forge_protocol::broker::{Authority, BlockedTool, FoundTool, Reply, Request};
 use forge_protocol::limits::GRANT_BYTES_MAX;
@@ -205,11 +207,26 @@ fn read_config(path: &Path) -> Result<LowConfig, CliError> {
 
 /// A configuration file's text.
 pub(crate) fn read_text(path: &Path) -> Result<String, CliError> {
+    check_rereadable(path)?;
     String::from_utf8(read_file(path)?).map_err(|error| {
         let before = &error.as_bytes()[..error.utf8_error().valid_up_to()];
         let place = place(path, Some(line_after(before)));
         CliError::Usage(format!("{place}: this is no UTF-8 text: save the file as UTF-8"))
     })
+}
+
+/// That a configuration is no pipe: whoever goes by a part of one reads it by itself, the
+/// toolbroker in a process of its own.
+fn check_rereadable(path: &Path) -> Result<(), CliError> {
+    // What is not there is told by who reads it.
+    let is_pipe = path.metadata().is_ok_and(|it| it.file_type().is_fifo());
+    if is_pipe {
+        let path = path.display();
+        return Err(CliError::Usage(format!(
+            "{path}: this is a pipe, and a configuration is read more than once: give a file"
+        )));
+    }
+    Ok(())
 }
 
 /// The trust keys that a configuration names, as paths.
@@ -298,6 +315,7 @@ pub(crate) fn check_named(args: &BrokerArgs) -> Result<(), CliError> {
 
 /// Starts the broker that the flags describe.
 pub(crate) fn start_broker(args: &BrokerArgs, key: GrantKey) -> Result<Broker, CliError> {
+    args.mcp_config.as_deref().map_or(Ok(()), check_rereadable)?;
     // Calls are journalled however long grants last.
     let journal = args.state.as_ref().map(|state| state.join(JOURNAL));
     let user = broker_user(args.config.as_deref())?;
@@ -445,7 +463,14 @@ pub(crate) fn check_servers<'a>(
 /// Resolves `--allow` and `--grant`.
 pub(crate) fn authority(allow: Vec<ToolName>, grant: Option<&Path>) -> Result<Authority, CliError> {
     let Some(path) = grant else { return Ok(Authority::Tools(allow)) };
+    Ok(Authority::Grant(read_grant(path)?))
+}
+
+/// A grant from its file, also as the HTTP door gives it, in base64: no grant is text.
+pub(crate) fn read_grant(path: &Path) -> Result<Vec<u8>, CliError> {
     let token = read_file(path)?;
+    let token =
+        STANDARD.decode(token.trim_ascii()).ok().filter(|it| !it.is_empty()).unwrap_or(token);
     if token.len() > GRANT_BYTES_MAX as usize {
         return Err(CliError::Usage(format!(
             "{}: {} bytes are no grant, which has at most {GRANT_BYTES_MAX}",
@@ -453,7 +478,7 @@ pub(crate) fn authority(allow: Vec<ToolName>, grant: Option<&Path>) -> Result<Au
             token.len(),
         )));
     }
-    Ok(Authority::Grant(token))
+    Ok(token)
 }
 
 /// Resolves a JSON argument: the text itself, @FILE, or - for standard input.
