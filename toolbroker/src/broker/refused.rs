@@ -103,6 +103,7 @@ impl Refused {
                 | GrantError::TooCostly(_)
                 | GrantError::Constraint { .. }
                 | GrantError::Stray { .. }
+                | GrantError::Sealed
                 | GrantError::OtherSession { .. }
                 | GrantError::OtherPrincipal { .. } => RefusalKind::BadGrant,
                 GrantError::Issue(_) => RefusalKind::Internal,

@@ -64,7 +64,10 @@ pub fn attenuate(
 
     let block = block(narrowing, now)?;
     let foreign = |error: error::Token| GrantError::Forged(crate::cut(&error.to_string(), 512));
-    let failed = |error: error::Token| GrantError::Issue(error.to_string());
+    let failed = |error: error::Token| match error {
+        error::Token::AppendOnSealed | error::Token::AlreadySealed => GrantError::Sealed,
+        error => GrantError::Issue(error.to_string()),
+    };
     let grant = UnverifiedBiscuit::from(token).map_err(foreign)?;
     let bytes = grant.append(block).and_then(|grant| grant.to_vec()).map_err(failed)?;
     if bytes.len() > GRANT_BYTES_MAX as usize {
@@ -383,6 +386,17 @@ mod tests {
         assert!(matches!(refused, GrantError::BoundAlready), "{refused}");
         let forged = attenuate(b"no token", &Narrowing::default(), now()).unwrap_err();
         assert!(matches!(forged, GrantError::Forged(_)), "{forged}");
+    }
+
+    #[test]
+    fn a_sealed_grant_is_good_and_cannot_be_narrowed() {
+        let issuer = Issuer::ephemeral();
+        let sealed = UnverifiedBiscuit::from(issued(&issuer)).unwrap().seal().unwrap();
+        let sealed = sealed.to_vec().unwrap();
+        claims(&issuer, &sealed).unwrap();
+        let narrowing = Narrowing { calls_max: Some(1), ..Narrowing::default() };
+        let refused = attenuate(&sealed, &narrowing, now()).unwrap_err();
+        assert!(matches!(refused, GrantError::Sealed), "{refused}");
     }
 
     #[test]

@@ -107,6 +107,11 @@ pub enum GrantError {
     /// A narrowing to a session of a grant that is another's.
     #[error("the grant is bound to another session already, and would be good in neither")]
     BoundAlready,
+    /// A narrowing of a grant that takes no block more.
+    #[error(
+        "the grant is sealed, so that nobody can narrow it: ask its issuer for one that is not"
+    )]
+    Sealed,
     /// A narrowing that takes nothing away.
     #[error("nothing is said that would narrow the grant")]
     NothingToNarrow,
