@@ -917,6 +917,27 @@ fn a_proxy_in_the_environment_is_not_used() {
 }
 
 #[test]
+fn a_post_that_is_not_answered_in_time_is_told_so_and_its_outcome_is_unknown() {
+    let (release, gate) = std::sync::mpsc::channel::<()>();
+    let gate = Mutex::new(gate);
+    let server = Server::serving(move |_, _| {
+        let _ = gate.lock().unwrap().recv_timeout(support::PATIENCE);
+    });
+    let mut broker = Broker::with_forge_toml(&format!(
+        "[builtins.http]\ntimeout_ms = 300\nallow = [{{ scheme = 'http', host = '127.0.0.1', \
+         port = {}, methods = ['POST'], addresses = ['127.0.0.1'] }}]",
+        server.port
+    ));
+    let mut worker = broker.run(&["http.fetch"], limits());
+    let url = format!("http://127.0.0.1:{}/", server.port);
+    let (code, told) = worker.call("http.fetch", &json!({"method": "POST", "url": url}));
+    assert_eq!(code, Some(CallCode::OutcomeUnknown));
+    let error = told["error"].as_str().unwrap();
+    assert!(error.contains("within 300 ms") && error.contains("may have done"), "{error}");
+    release.send(()).unwrap();
+}
+
+#[test]
 fn a_call_that_waits_holds_up_no_other_and_ends_with_its_run() {
     let (release, gate) = std::sync::mpsc::channel::<()>();
     let gate = Mutex::new(gate);

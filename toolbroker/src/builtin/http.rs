@@ -118,7 +118,7 @@ async fn carry_out(
         Fetched::Failed(error) => Failure::new(error.code(), error.to_string()).into(),
         Fetched::Lost(error) => {
             tracing::info!(error = ?error.to_string(), "a request may or may not have been served");
-            CallEnd::Lost
+            CallEnd::Unanswered(error.to_string())
         }
     }
 }

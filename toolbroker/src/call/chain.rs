@@ -427,7 +427,7 @@ impl Dispatched {
                 self.tool.checks_result_soon(response) && is_short(response)
             }
             CallEnd::Content(said) | CallEnd::Failed(said) => is_short(said),
-            CallEnd::Unusable(_) | CallEnd::Lost => true,
+            CallEnd::Unusable(_) | CallEnd::Lost | CallEnd::Unanswered(_) => true,
         }
     }
 
@@ -529,6 +529,10 @@ impl Fitting {
             ) => of_size(&facts.run, redact(response).to_string().into_bytes()),
             Ok(CallEnd::Failed(error)) => Err(CallFailure::ToolFailed { error: redact(error) }),
             Ok(CallEnd::Lost) => Err(CallFailure::Lost),
+            Ok(CallEnd::Unanswered(why)) => {
+                let why = redact(why.into()).as_str().unwrap_or_default().to_owned();
+                Err(CallFailure::Unanswered { why })
+            }
             Err(Misfit::NoResult) => {
                 let violations = vec!["the result: there is none beside its text".to_owned()];
                 Err(CallFailure::BadResponse { violations })

@@ -87,6 +87,12 @@ pub enum CallFailure {
     /// The server was lost after dispatch.
     #[error("the tool server was lost before it answered; it may have done its work")]
     Lost,
+    /// A request was sent, and no answer came.
+    #[error("{why}; the request was sent, and may have done its work")]
+    Unanswered {
+        /// What came instead, scrubbed.
+        why: String,
+    },
     /// The tool failed.
     #[error("the tool failed")]
     ToolFailed {
@@ -133,7 +139,9 @@ impl CallFailure {
             Self::ToolFailed { .. } => CallCode::ToolFailed,
             Self::BudgetSpent(_) => CallCode::BudgetSpent,
             Self::DeadlinePassed => CallCode::DeadlinePassed,
-            Self::DeadlineAfterDispatch | Self::Lost => CallCode::OutcomeUnknown,
+            Self::DeadlineAfterDispatch | Self::Lost | Self::Unanswered { .. } => {
+                CallCode::OutcomeUnknown
+            }
             Self::ResponseTooLarge { .. } => CallCode::ResponseTooLarge,
             Self::BadResponse { .. } | Self::Unusable(_) => CallCode::BadResponse,
             Self::NotRecorded => CallCode::NotRecorded,
@@ -155,6 +163,10 @@ impl CallFailure {
             Self::Unsendable { .. } => "the arguments cannot be sent to the tool".to_owned(),
             Self::BadResponse { .. } => {
                 "the response is not what the tool's output schema says".to_owned()
+            }
+            // Why names a host, which the program may have chosen.
+            Self::Unanswered { .. } => {
+                "a request was sent and not answered; it may have done its work".to_owned()
             }
             Self::OutsideGrant { tool, violation } => {
                 let violation = Violation { twin: None, ..violation.clone() };

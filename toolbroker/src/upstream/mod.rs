@@ -184,6 +184,8 @@ pub enum CallEnd {
     Failed(Value),
     /// The server was lost before it answered.
     Lost,
+    /// A request was sent that may have done something, and this came instead of an answer.
+    Unanswered(String),
 }
 
 /// An end of a call that may be yet to be read.
