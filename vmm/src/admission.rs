@@ -769,4 +769,49 @@ mod tests {
         }
         assert_eq!(shown("⚠\u{fe0f}\u{fe0f}a\u{fe0f}"), "⚠\u{fe0f}\\u{fe0f}a\\u{fe0f}");
     }
+
+    #[test]
+    fn what_begins_with_as_much_memory_as_it_may_have_is_admitted_and_with_more_is_not() {
+        let limits = RunLimits { memory_bytes: 65_536, ..RunLimits::default() };
+        let found = |pages: u32| {
+            let text = format!(
+                "(module (memory (export \"memory\") {pages})
+                    (func (export \"forge_run\") (result i32) i32.const 0))"
+            );
+            shape(&text).violations(&[], &limits)
+        };
+        assert_eq!(found(1), []);
+        let [over] = &found(2)[..] else { panic!("{:?}", found(2)) };
+        assert_eq!(over.kind, RejectKind::TooLarge);
+    }
+
+    #[test]
+    fn what_is_exported_as_memory_is_one() {
+        let found = messages(
+            r#"(module (memory 1) (func (export "memory"))
+                (func (export "forge_run") (result i32) i32.const 0))"#,
+            &[],
+        );
+        assert_eq!(found, ["the module exports no memory named `memory`"]);
+    }
+
+    #[test]
+    fn a_program_that_calls_by_name_at_once_or_later_may_call_any_tool() {
+        let callable = |text: &str| shape(text).callable();
+        let imports = Callable::of_imports(vec![tool("inventory.find")]);
+        assert_eq!(callable(GOOD), imports);
+        for call in [Forge::Call, Forge::CallAsync] {
+            let (name, signature) = (call.name(), call.signature());
+            let wasm = |value: &Value| match value {
+                Value::I32 => " i32",
+                Value::I64 => " i64",
+            };
+            let params: String = signature.params.iter().map(wasm).collect();
+            let result = signature.result.as_ref().map_or("", wasm);
+            let import =
+                format!("(import \"forge\" \"{name}\" (func (param{params}) (result{result})))");
+            let text = GOOD.replacen("(module", &format!("(module {import}"), 1);
+            assert_eq!(callable(&text), Callable::Any, "{name}");
+        }
+    }
 }

@@ -78,6 +78,7 @@ fn main() -> ExitCode {
             a_service_holds_idle_cpus_ready_while_runs_come,
             an_order_that_no_service_takes_is_refused_before_it_is_sent,
             an_input_or_a_principal_that_is_none_is_refused_whatever_is_granted,
+            a_sessions_name_that_is_none_is_refused_whatever_is_granted,
         ],
         claims![],
     )
@@ -1101,4 +1102,19 @@ fn an_input_or_a_principal_that_is_none_is_refused_whatever_is_granted() {
         refused(&Order { principal: principal.into(), ..submit(ECHO, "1") }, "1 to 256 bytes");
     }
     assert_eq!(run(&mut client, &submit(ECHO, " null "))["output"], " null ");
+}
+
+fn a_sessions_name_that_is_none_is_refused_whatever_is_granted() {
+    let desk = desk();
+    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    let mut client = service.client();
+    let mut in_session = |session: &str| {
+        run(&mut client, &Order { session: Some(session.into()), ..submit(ECHO, "1") })
+    };
+    for session in ["", "a\nb", &"x".repeat(10_000)] {
+        let report = in_session(session);
+        let how = (&report["status"], &report["kind"]);
+        assert_eq!(how, (&"rejected".into(), &"bad_request".into()), "{report:#}");
+    }
+    assert_eq!(in_session("of today")["output"], "1");
 }

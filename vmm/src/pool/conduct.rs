@@ -217,6 +217,7 @@ mod tests {
     use forge_protocol::worker::{Jailed, Ready, Reuse, Timing, ZygoteReady, Zygoted};
 
     use super::*;
+    use crate::admission::Admitted;
     use crate::link::Link;
     use crate::machine;
     use crate::pool::maker::tests::begin_zygote;
@@ -340,5 +341,134 @@ mod tests {
         theirs.set_nonblocking(true).unwrap();
         let asked = std::io::Read::read(&mut theirs, &mut [0]).unwrap_err();
         assert_eq!(asked.kind(), io::ErrorKind::WouldBlock);
+    }
+
+    #[test]
+    fn a_disproven_reset_is_counted_whatever_run_finds_it() {
+        let reuse = Reuse::Reset { prove_one_in: 1 };
+        let options = PoolOptions { ready_max: 2, reuse, ..PoolOptions::default() };
+        let pool = pool_of(options, |worker, order| match order.kind {
+            Kind::Prepare => say(worker, Kind::Ready, &Ready::Ok(Timing::default()), None),
+            _ => say(worker, Kind::Report, &crate::worker::unserved(Fate::Deadline), None),
+        });
+        let lies = |key: &Key| {
+            let (worker, theirs) = worker::tests::standing();
+            assert!(pool.shared.stock.lock().give_back(key, worker).is_none());
+            std::thread::spawn(move || {
+                let mut theirs = Link::new(theirs);
+                theirs.receive(|_| true, Patience::default()).unwrap();
+                say(&mut theirs, Kind::Ready, &worker::tests::not_reset(), None);
+            })
+        };
+        let (link, _broker) = UnixStream::pair().unwrap();
+        let (plain, brokered) = (job(false), job(true));
+        let key = forge_protocol::signature::SignerKey::from_secret(&[1; 32]).trust_key();
+        let (digest, sha256, shape) = ([1; 32], [2; 32], Default::default());
+        let admitted = Admitted { digest, sha256, signer: key, shape };
+        let task = Task { tenant: "a", job: &plain, broker: None, prepared: None, tell: None };
+        let usual = Key::of(&task);
+        let program = ProgramKey { digest, signer: key.to_bytes(), limits: RunLimits::default() };
+        let prepared = Key { program: Some(program), ..usual.clone() };
+        for (counted, key, task) in [
+            (1, &usual, Task { ..task }),
+            (2, &prepared, Task { prepared: Some(&admitted), ..task }),
+            (3, &usual, Task { job: &brokered, broker: Some(&link), ..task }),
+        ] {
+            let lied = lies(key);
+            let _ = pool.carry_out(&task, Patience::default());
+            lied.join().unwrap();
+            assert_eq!(pool.resets_disproven(), counted);
+            pool.shared.stock.lock().clear();
+        }
+    }
+
+    #[test]
+    fn a_run_whose_worker_took_its_link_and_not_all_of_its_order_is_given_to_no_other_over_it() {
+        let reuse = Reuse::Reset { prove_one_in: 1 };
+        let options = PoolOptions { ready_max: 2, reuse, ..PoolOptions::default() };
+        let pool = pool_of(options, |worker, _| {
+            say(worker, Kind::Report, &crate::worker::unserved(Fate::Deadline), None);
+        });
+        let (link, _broker) = UnixStream::pair().unwrap();
+        // More than a socket holds.
+        let job = Job { program: vec![1; 8 << 20], ..job(true) };
+        let broker = Some(&link);
+        let task = Task { tenant: "a", job: &job, broker, prepared: None, tell: None };
+        let (worker, mut theirs) = worker::tests::standing();
+        assert!(pool.shared.stock.lock().give_back(&Key::of(&task), worker).is_none());
+        let took = std::thread::spawn(move || {
+            std::io::Read::read(&mut theirs, &mut [0; 64]).unwrap();
+        });
+        match pool.carry_out(&task, Patience::default()) {
+            Err(Unserved::Handed { vm: Vm::Reset, .. }) => {}
+            other => panic!("{other:?}"),
+        }
+        took.join().unwrap();
+    }
+
+    #[test]
+    fn a_run_that_was_lost_with_its_worker_says_what_it_was_carried_out_in() {
+        let options = PoolOptions { ready_max: 1, ..PoolOptions::default() };
+        let pool = pool_of(options, |worker, _| {
+            // None of ours says that.
+            say(worker, Kind::Ready, &Ready::Ok(Timing::default()), None);
+        });
+        let job = job(false);
+        let task = Task { tenant: "a", job: &job, broker: None, prepared: None, tell: None };
+        match pool.carry_out(&task, Patience::default()) {
+            Err(Unserved::Ended { fate: Fate::Vm(_), vm: Some(Vm::Fresh) }) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_prepared_program_is_given_its_run_as_it_was_asked_for() {
+        static ASKED: std::sync::Mutex<Option<PreparedJob>> = std::sync::Mutex::new(None);
+        let options = PoolOptions { ready_max: 1, ..PoolOptions::default() };
+        let pool = pool_of(options, |worker, order| match order.kind {
+            Kind::Prepare => say(worker, Kind::Ready, &Ready::Ok(Timing::default()), None),
+            _ => {
+                let asked = forge_protocol::codec::decode(&order.payload).unwrap();
+                *ASKED.lock().unwrap() = Some(asked);
+                say(worker, Kind::Report, &crate::worker::unserved(Fate::Deadline), None);
+            }
+        });
+        let key = forge_protocol::signature::SignerKey::from_secret(&[1; 32]).trust_key();
+        let (digest, sha256, shape) = ([1; 32], [2; 32], Default::default());
+        let admitted = Admitted { digest, sha256, signer: key, shape };
+        let (link, _broker) = UnixStream::pair().unwrap();
+        for broker in [None, Some(&link)] {
+            let job = job(broker.is_some());
+            let prepared = Some(&admitted);
+            let task = Task { tenant: "a", job: &job, broker, prepared, tell: None };
+            pool.carry_out(&task, Patience::default()).unwrap();
+            let asked = ASKED.lock().unwrap().take().unwrap();
+            let Job { start, input, deadline, brokered, .. } = job;
+            assert_eq!(asked, PreparedJob { start, input, deadline, brokered });
+        }
+    }
+
+    #[test]
+    fn a_run_whose_time_is_over_before_its_worker_stands_ready_ended_by_its_deadline() {
+        let pool = Pool::new(&TrustKeys::new([]).unwrap(), PoolOptions::default()).unwrap();
+        let mut theirs = begin_zygote(&pool.shared.maker);
+        let stands = ZygoteReady::Ok(Jailed { procfs: true, landlock_abi: None });
+        say(&mut theirs, Kind::ZygoteReady, &stands, None);
+        let makes = std::thread::spawn(move || {
+            theirs.receive(|kind| kind == Kind::Fork, Patience::default()).unwrap();
+            let worker = theirs.take_passed();
+            let process = File::open("/dev/null").unwrap();
+            say(&mut theirs, Kind::Zygoted, &Zygoted::Ok(()), Some(&process));
+            // It never says that it stands ready.
+            (theirs, worker)
+        });
+        let job = job(false);
+        let task = Task { tenant: "a", job: &job, broker: None, prepared: None, tell: None };
+        let soon = Patience::until(Instant::now() + Duration::from_secs(1));
+        match pool.carry_out_afresh(&task, soon) {
+            Err(Unserved::Ended { fate: Fate::Deadline, vm: None }) => {}
+            other => panic!("{other:?}"),
+        }
+        drop(makes.join().unwrap());
     }
 }

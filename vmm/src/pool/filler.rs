@@ -116,7 +116,7 @@ mod tests {
     use forge_protocol::guest::Load;
     use forge_protocol::limits::RunLimits;
     use forge_protocol::signature::TrustKeys;
-    use forge_protocol::worker::{Jailed, Prepare, Ready, Timing, ZygoteReady, Zygoted};
+    use forge_protocol::worker::{Fork, Jailed, Prepare, Ready, Timing, ZygoteReady, Zygoted};
 
     use super::*;
     use crate::link::Link;
@@ -149,5 +149,87 @@ mod tests {
             assert!(Instant::now() < until, "the pool still waits for it");
             std::thread::sleep(Duration::from_millis(10));
         }
+    }
+
+    #[test]
+    fn a_vm_that_is_prepared_ahead_has_the_memory_of_its_programs_limits() {
+        let options = PoolOptions { ready_max: 1, ..PoolOptions::default() };
+        let pool = Pool::new(&TrustKeys::new([]).unwrap(), options).unwrap();
+        let mut theirs = begin_zygote(&pool.shared.maker);
+        let stands = ZygoteReady::Ok(Jailed { procfs: true, landlock_abi: None });
+        say(&mut theirs, Kind::ZygoteReady, &stands, None);
+        let limits = RunLimits::default();
+        let program = ProgramKey { digest: [1; 32], signer: [0; 32], limits: limits.clone() };
+        let ram_bytes = 2 * pool.shared.stock.usual_ram_bytes();
+        let key = Key { tenant: "a".into(), ram_bytes, program: Some(program) };
+        let load = Load { limits, announce: true };
+        pool.shared.stock.lock().keep_prepared(&key, Prepare { load, program: vec![1] });
+        pool.shared.stock.resume_filling();
+        let asked = theirs.receive(|kind| kind == Kind::Fork, Patience::default()).unwrap();
+        let asked: Fork = forge_protocol::codec::decode(&asked.payload).unwrap();
+        assert_eq!(asked.ram_bytes, ram_bytes as u64);
+        // Nobody answers: it is not waited for.
+        drop((theirs, pool.kill()));
+    }
+
+    /// A pool without workers, and its zygote's end of the link.
+    fn pool_of(options: PoolOptions) -> (Pool, Link) {
+        let pool = Pool::new(&TrustKeys::new([]).unwrap(), options).unwrap();
+        let mut theirs = begin_zygote(&pool.shared.maker);
+        let stands = ZygoteReady::Ok(Jailed { procfs: true, landlock_abi: None });
+        say(&mut theirs, Kind::ZygoteReady, &stands, None);
+        (pool, theirs)
+    }
+
+    /// The next worker that is asked for, which says this of its VM.
+    fn makes(theirs: &mut Link, ready: &Ready) -> Link {
+        let patience = Patience::until(Instant::now() + Duration::from_secs(20));
+        theirs.receive(|kind| kind == Kind::Fork, patience).expect("nobody asks for a worker");
+        let mut worker = Link::new(UnixStream::from(theirs.take_passed().unwrap()));
+        let process = File::open("/dev/null").unwrap();
+        say(theirs, Kind::Zygoted, &Zygoted::Ok(()), Some(&process));
+        say(&mut worker, Kind::Ready, ready, None);
+        worker
+    }
+
+    fn until(what: &str, is_so: impl Fn() -> bool) {
+        let until = Instant::now() + Duration::from_secs(20);
+        while !is_so() {
+            assert!(Instant::now() < until, "it never came about that {what}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    #[test]
+    fn a_worker_that_could_make_no_vm_does_not_stand_ready_and_another_is_made() {
+        let (pool, mut theirs) = pool_of(PoolOptions { ready_max: 1, ..PoolOptions::default() });
+        // Somebody finds none, and from then on one is to stand ready.
+        let ram_bytes = pool.shared.stock.usual_ram_bytes();
+        let key = Key { tenant: "a".into(), ram_bytes, program: None };
+        assert!(pool.shared.stock.take(&key).is_none());
+        let failure = VmFailure::new(forge_protocol::worker::VmFailureKind::Unavailable, "no VM");
+        let _fails = makes(&mut theirs, &Ready::Err(failure));
+        let _stands = makes(&mut theirs, &Ready::Ok(Timing::default()));
+        until("one stands ready", || pool.stands().standing == 1);
+        assert!(pool.shared.stock.take(&key).unwrap().is_ready());
+        drop((theirs, pool.kill()));
+    }
+
+    #[test]
+    fn what_nobody_misses_or_asks_for_any_more_is_let_go_by_itself() {
+        let (pool, mut theirs) = pool_of(PoolOptions { ready_max: 1, ..PoolOptions::default() });
+        let ram_bytes = pool.shared.stock.usual_ram_bytes();
+        let key = Key { tenant: "a".into(), ram_bytes, program: None };
+        assert!(pool.shared.stock.take(&key).is_none());
+        let _stands = makes(&mut theirs, &Ready::Ok(Timing::default()));
+        until("one stands ready", || pool.stands().standing == 1);
+        let (own, _owns) = crate::pool::worker::tests::standing();
+        assert!(pool.shared.stock.lock().give_back(&key, own).is_none());
+        crate::pool::shelves::tests::age(&mut pool.shared.stock.lock());
+        until("neither stands there", || {
+            let stands = pool.stands();
+            (stands.standing, stands.owned, stands.target) == (0, 0, 0)
+        });
+        drop((theirs, pool.kill()));
     }
 }

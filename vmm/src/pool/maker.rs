@@ -324,4 +324,35 @@ pub(super) mod tests {
         }
         assert_eq!(maker.zygote(), None);
     }
+
+    #[test]
+    fn where_there_is_no_procfs_no_worker_is_put_back_after_its_run() {
+        let reuse = Reuse::Reset { prove_one_in: 0 };
+        let options = PoolOptions { ready_max: 1, reuse, ..PoolOptions::default() };
+        let maker = Maker::new(&TrustKeys::new([]).unwrap(), options);
+        for procfs in [true, false] {
+            let (zygote, _theirs) = beginning();
+            let on = Hardening { procfs, ..zygote.hardening().clone() };
+            *maker.lock_hardening() = Some(on);
+            assert_eq!(maker.makes_for_many(), procfs);
+        }
+    }
+
+    #[test]
+    fn all_workers_are_found_gone_with_their_zygote_before_another_is_started() {
+        let maker = maker();
+        let mut theirs = begin_zygote(&maker);
+        let jailed = forge_protocol::worker::Jailed { procfs: true, landlock_abi: None };
+        say(&mut theirs, Kind::ZygoteReady, &ZygoteReady::Ok(jailed), None);
+        maker.stand_by(Patience::default()).unwrap();
+        drop(theirs);
+        let bereft = std::cell::Cell::new(0);
+        let made = maker.make(1 << 20, false, Patience::default(), || {
+            // No other is to be started here.
+            maker.kill();
+            bereft.set(bereft.get() + 1);
+        });
+        assert!(matches!(made, Err(Unmade::Late(_))), "{made:?}");
+        assert_eq!(bereft.get(), 1);
+    }
 }

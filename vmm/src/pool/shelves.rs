@@ -361,7 +361,7 @@ impl Shelves {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::fs::File;
     use std::os::unix::net::UnixStream;
 
@@ -373,6 +373,13 @@ mod tests {
     fn worker() -> Worker {
         let (socket, _) = UnixStream::pair().unwrap();
         Worker::new(socket, File::open("/dev/null").unwrap().into())
+    }
+
+    /// As if nobody had come for longer than anything is kept.
+    pub(in super::super) fn age(shelves: &mut Shelves) {
+        let ago = |since: Instant| since.checked_sub(FORGET_AFTER.max(SHRINK_AFTER)).unwrap();
+        shelves.last_cold = shelves.last_cold.map(ago);
+        shelves.owned.iter_mut().for_each(|it| it.since = ago(it.since));
     }
 
     fn shelves(ready_min: usize, ready_max: usize, reuse: Reuse) -> Shelves {
@@ -615,5 +622,115 @@ mod tests {
         let second = shelves.missing().unwrap();
         shelves.give_up(&second);
         assert_eq!((shelves.owned.len(), shelves.take_spent().len()), (0, 1));
+    }
+
+    #[test]
+    fn a_worker_that_has_served_and_was_given_no_run_is_put_back_for_its_tenant_alone() {
+        let mut shelves = shelves(1, 2, RESET);
+        let (served, _theirs) = crate::pool::worker::tests::standing();
+        assert!(shelves.put_back(&key("a"), served, true).is_none());
+        assert!(shelves.take(&key("b"), true).is_none(), "it was another's");
+        assert!(shelves.take(&key("a"), true).is_some());
+    }
+
+    #[test]
+    fn who_speaks_while_it_stands_is_taken_off_whoever_it_stands_for() {
+        use crate::pool::worker::tests::{not_reset, say, standing};
+        let mut shelves = shelves(2, 2, RESET);
+        let stands = || standing();
+        let ((any, mut anys), (own, mut owns)) = (stands(), stands());
+        let ((quiet, _quiets), (quiet_own, _quiet_owns)) = (stands(), stands());
+        assert!(shelves.add(Missing::Standing, any).is_none());
+        assert!(shelves.add(Missing::Standing, quiet).is_none());
+        assert!(shelves.give_back(&key("a"), own).is_none());
+        assert!(shelves.give_back(&key("a"), quiet_own).is_none());
+        assert!(shelves.take_speaking().is_empty());
+        say(&mut anys, &not_reset());
+        assert_eq!(shelves.take_speaking().len(), 1);
+        say(&mut owns, &not_reset());
+        assert_eq!(shelves.take_speaking().len(), 1);
+        assert_eq!((shelves.stands().standing, shelves.stands().owned), (1, 1));
+    }
+
+    #[test]
+    fn who_computes_while_it_stands_for_its_tenant_is_taken_off() {
+        let sh = ["-c", "while :; do :; done"];
+        let mut child = std::process::Command::new("sh").args(sh).spawn().unwrap();
+        let (socket, _theirs) = UnixStream::pair().unwrap();
+        let process = crate::pool::zygote::tests::pidfd_of(&child);
+        let mut shelves = shelves(0, 2, RESET);
+        assert!(shelves.give_back(&key("a"), Worker::new(socket, process)).is_none());
+        assert!(shelves.give_back(&key("a"), worker()).is_none());
+        let until = Instant::now() + Duration::from_secs(60);
+        let mut restless = shelves.take_restless();
+        while restless.is_empty() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(50));
+            restless = shelves.take_restless();
+        }
+        let found = restless.len();
+        drop(restless);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!((found, shelves.stands().owned), (1, 1));
+    }
+
+    #[test]
+    fn whoever_stands_or_waits_for_its_end_is_gone_with_its_zygote() {
+        let mut shelves = shelves(1, 2, RESET);
+        fill(&mut shelves);
+        assert!(shelves.give_back(&key("a"), worker()).is_none());
+        assert!(shelves.spend(worker()).is_none());
+        assert_eq!(shelves.clear().len(), 3);
+        assert!(shelves.take(&key("a"), true).is_none());
+        assert!(shelves.clear().is_empty());
+    }
+
+    #[test]
+    fn a_program_that_is_prepared_again_keeps_no_other_from_being_kept() {
+        let mut shelves = shelves(1, 4, Reuse::Fresh);
+        let (other, order) = prepared(200);
+        shelves.keep_prepared(&other, order);
+        for _ in 0..2 * PROGRAMS_MAX {
+            let (key, order) = prepared(1);
+            shelves.keep_prepared(&key, order);
+        }
+        assert!(shelves.place_of(&other).is_some());
+        assert_eq!(shelves.programs.len(), 2);
+    }
+
+    #[test]
+    fn where_vms_are_reset_none_is_prepared_beside_those_that_come_back() {
+        let mut shelves = shelves(0, 4, RESET);
+        let (key, order) = prepared(1);
+        shelves.keep_prepared(&key, order);
+        assert_eq!(fill(&mut shelves), 0);
+    }
+
+    #[test]
+    fn a_run_that_may_use_more_memory_needs_a_vm_that_has_it() {
+        let job = |limits| forge_protocol::worker::Job {
+            load: Load { limits, announce: false },
+            start: forge_protocol::guest::Start {
+                run_id: forge_protocol::RunId([1; 16]),
+                seed: [2; 32],
+                start_unix_ns: 3,
+                granted: Vec::new(),
+            },
+            program: Vec::new(),
+            input: Vec::new(),
+            deadline: machine::deadline_in(Duration::from_secs(30)),
+            brokered: false,
+        };
+        let usual = RunLimits::default();
+        let large = RunLimits { memory_bytes: 4 * usual.memory_bytes, ..usual.clone() };
+        let [usual, large] = [usual, large].map(|limits| {
+            let job = job(limits);
+            Key::of(&Task { tenant: "a", job: &job, broker: None, prepared: None, tell: None })
+        });
+        let options = PoolOptions { ready_min: 1, ready_max: 1, ..PoolOptions::default() };
+        let stock = crate::pool::stock::Stock::new(options);
+        assert!(stock.lock().add(Missing::Standing, worker()).is_none());
+        assert!(stock.take(&large).is_none(), "it would be too small");
+        assert!(stock.take(&usual).is_some());
     }
 }

@@ -869,4 +869,92 @@ pub(super) mod tests {
         say(&mut theirs, &Ready::Ok(Timing::default()));
         assert_eq!(lost_by(worker), (false, VmFailureKind::Misbehaved));
     }
+
+    #[test]
+    fn a_worker_that_has_carried_out_a_program_may_have_called_in_the_next_run() {
+        let (mut worker, mut theirs) = unused();
+        worker.begin(Run::Prepared(&job()), None, Patience::default()).unwrap();
+        theirs.write_all(&telling([])).unwrap();
+        worker.finish(Patience::default()).unwrap();
+        let (link, _broker) = UnixStream::pair().unwrap();
+        worker.begin(Run::Prepared(&job()), Some(&link), Patience::default()).unwrap();
+        say(&mut theirs, &not_reset());
+        let lost = worker.finish(Patience::default()).unwrap_err();
+        assert!(matches!(lost, Lost::Handed(_)), "{lost:?}");
+    }
+
+    #[test]
+    fn a_run_that_was_told_of_has_begun_though_its_worker_left_something_unread() {
+        let (mut worker, mut theirs) = standing();
+        worker.begin(Run::Prepared(&job()), None, Patience::default()).unwrap();
+        let what = RunEvent::Output(b"so far".to_vec());
+        let mut bytes = Vec::new();
+        frame::write_message(Kind::Event, &Event { number: 0, what }, &mut bytes);
+        theirs.write_all(&bytes).unwrap();
+        drop(theirs);
+        let lost = worker.finish_telling(Patience::default(), Some(&|_| ())).unwrap_err();
+        assert!(matches!(lost, Lost::During(_)), "{lost:?}");
+    }
+
+    #[test]
+    fn a_report_is_held_to_the_limits_of_the_program_that_its_worker_has_whole_or_prepared() {
+        let limits = RunLimits { output_bytes: 4, ..RunLimits::default() };
+        let load = forge_protocol::guest::Load { limits, announce: true };
+        let PreparedJob { start, input, deadline, brokered } = job();
+        let (order, program) = (load.clone(), vec![1]);
+        let whole = Job { load, start, program: program.clone(), input, deadline, brokered };
+        let order = Prepare { load: order, program };
+        for is_prepared in [false, true] {
+            let (mut worker, mut theirs) = unused();
+            if is_prepared {
+                say(&mut theirs, &Ready::Ok(Timing::default()));
+                worker.prepare(&order, Patience::default()).unwrap();
+            }
+            theirs.write_all(&telling([])).unwrap();
+            let prepared = job();
+            let run = if is_prepared { Run::Prepared(&prepared) } else { Run::Whole(&whole) };
+            match worker.carry_out(run, None, Patience::default()) {
+                Err(Lost::During(failure)) => {
+                    assert_eq!(failure.kind, VmFailureKind::Misbehaved, "{is_prepared}");
+                }
+                other => panic!("{is_prepared}: {other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_worker_that_never_stood_ready_was_lost_before_the_run_and_has_said_why() {
+        let refuses = || {
+            let failure = VmFailure::new(VmFailureKind::Unavailable, "no VM here");
+            let mut bytes = Vec::new();
+            frame::write_message(Kind::Ready, &Ready::Err(failure), &mut bytes);
+            bytes
+        };
+        let breaks = || {
+            let mut bytes = Vec::new();
+            frame::write_raw(Kind::Forbidden, &41i32.to_le_bytes(), &mut bytes);
+            bytes
+        };
+        for (said, kind) in
+            [(refuses(), VmFailureKind::Unavailable), (breaks(), VmFailureKind::WorkerBroke)]
+        {
+            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            let mut worker = Worker::new(ours, File::open("/dev/null").unwrap().into());
+            worker.begin(Run::Prepared(&job()), None, Patience::default()).unwrap();
+            theirs.write_all(&said).unwrap();
+            match worker.finish(Patience::default()) {
+                Err(Lost::Before(failure)) => assert_eq!(failure.kind, kind),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_worker_that_is_dropped_is_killed_whatever_it_is_at() {
+        use std::os::unix::process::ExitStatusExt as _;
+        let mut child = std::process::Command::new("sleep").arg("20").spawn().unwrap();
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        drop(Worker::new(ours, crate::pool::zygote::tests::pidfd_of(&child)));
+        assert_eq!(child.wait().unwrap().signal(), Some(libc::SIGKILL));
+    }
 }

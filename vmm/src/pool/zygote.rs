@@ -500,4 +500,43 @@ pub(super) mod tests {
         );
         theirs.receive(|kind| kind == Kind::Fork, Patience::default()).unwrap();
     }
+
+    #[test]
+    fn without_a_procfs_every_worker_is_made_for_one_run() {
+        for procfs in [true, false] {
+            let (mut zygote, mut theirs) = zygote();
+            zygote.hardening.procfs = procfs;
+            let answers = std::thread::spawn(move || {
+                let asked = theirs.receive(|kind| kind == Kind::Fork, Patience::default()).unwrap();
+                theirs.take_passed().unwrap();
+                let process = File::open("/dev/null").unwrap();
+                say(&mut theirs, Kind::Zygoted, &Zygoted::Ok(()), Some(&process));
+                codec::decode::<Fork>(&asked.payload).unwrap()
+            });
+            let reuse = Reuse::Reset { prove_one_in: 7 };
+            let order = Fork { ram_bytes: 0, touch_bytes: 0, reuse };
+            assert!(zygote.fork(order, Patience::default()).unwrap().is_ok());
+            let asked = answers.join().unwrap();
+            assert_eq!(asked.reuse, if procfs { reuse } else { Reuse::Fresh });
+        }
+    }
+
+    #[test]
+    fn no_worker_is_asked_for_that_nobody_waits_for_any_more() {
+        let (mut zygote, theirs) = zygote();
+        let order = Fork { ram_bytes: 0, touch_bytes: 0, reuse: Reuse::Fresh };
+        let cancel = crate::cancel::Cancel::new().unwrap();
+        cancel.raise();
+        let cancelled = Patience { until: None, cancel: Some(&cancel) };
+        for (patience, kind) in [
+            (cancelled, io::ErrorKind::ConnectionAborted),
+            (Patience::until(Instant::now()), io::ErrorKind::TimedOut),
+        ] {
+            match zygote.fork(order, patience) {
+                Ok(Err(Unmade::Late(error))) => assert_eq!(error.kind(), kind),
+                other => panic!("{other:?}"),
+            }
+            assert!(!theirs.has_something(), "{kind:?}");
+        }
+    }
 }

@@ -226,4 +226,29 @@ mod tests {
         assert_eq!(Asker::of(&question, &Peer::Operator), None);
         assert_eq!(Asker::of(&Question::Status, &speaker), None);
     }
+
+    #[test]
+    fn whoever_asks_for_a_principals_tools_or_grants_asks_as_that_principal() {
+        use forge_protocol::broker::GrantRequest;
+        let principal = || "alice".to_owned();
+        let request = GrantRequest {
+            principal: principal(),
+            tools: Vec::new(),
+            constraints: Vec::new(),
+            valid_s: 1,
+            calls_max: None,
+            cost_max: None,
+            session: None,
+        };
+        let peer = Peer::Speaker { who: Who::User(7), principals: vec![principal()] };
+        for question in [
+            Question::SearchTools { principal: principal(), intent: "pay".into(), k: 1 },
+            Question::ListTools { principal: principal() },
+            Question::IssueGrant(request),
+        ] {
+            for peer in [&peer, &Peer::Operator] {
+                assert_eq!(Asker::of(&question, peer), Some(Asker::Principal(principal())));
+            }
+        }
+    }
 }

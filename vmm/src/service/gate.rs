@@ -637,4 +637,111 @@ mod tests {
         });
         assert_eq!(gate.load(), (1, 0));
     }
+
+    #[test]
+    fn those_who_wait_have_the_places_that_a_reload_adds() {
+        let gate = gate(1, 2, 8);
+        let held = gate.enter("a", None, &cancel()).unwrap();
+        std::thread::scope(|scope| {
+            let gate = &gate;
+            let waits = scope.spawn(move || gate.enter("b", None, &cancel()).map(drop));
+            until("it waits", || gate.load() == (1, 1));
+            let bounds = Bounds { runs_max: 2, ..gate.bounds() };
+            gate.rebind(bounds);
+            until("it has its place", || waits.is_finished());
+            waits.join().unwrap().unwrap();
+        });
+        drop(held);
+    }
+
+    #[test]
+    fn of_those_who_have_as_few_the_longest_waiting_comes_first() {
+        let gate = gate(1, 8, 8);
+        let (stay, pass) = gate.enter("a", None, &cancel()).unwrap();
+        let order = Mutex::new(Vec::new());
+        std::thread::scope(|scope| {
+            for (at, name) in ["b", "c", "d"].into_iter().enumerate() {
+                let (gate, order) = (&gate, &order);
+                scope.spawn(move || {
+                    let _passed = gate.enter(name, None, &cancel()).unwrap();
+                    lock(order).push(name);
+                });
+                until("it waits", || gate.load().1 == at + 1);
+            }
+            drop(pass);
+        });
+        assert_eq!(*lock(&order), ["b", "c", "d"]);
+        drop(stay);
+    }
+
+    #[test]
+    fn a_principals_own_bound_takes_the_place_of_the_usual_one_also_while_it_waits() {
+        // One of them at once, if it has no bound of its own.
+        let gate = gate(2, 2, 2);
+        let held: Vec<_> = (0..2).map(|_| gate.enter("a", Some(4), &cancel()).unwrap()).collect();
+        std::thread::scope(|scope| {
+            let gate = &gate;
+            let third = scope.spawn(move || gate.enter("a", Some(4), &cancel()).map(drop));
+            until("its third waits", || gate.load() == (2, 1));
+            let mut held = held.into_iter();
+            drop(held.next());
+            until("it runs beside its second", || third.is_finished());
+            third.join().unwrap().unwrap();
+            drop(held);
+        });
+        assert!(lock(&gate.0).tenants.is_empty());
+    }
+
+    #[test]
+    fn whose_turn_did_not_come_is_told_what_was_taken_all_places_or_its_own() {
+        // One of them at once may be one principal's.
+        let gate = gate(2, 2, 2);
+        let first = gate.enter("a", None, &cancel()).unwrap();
+        let (wanted, others) = (cancel(), std::cell::RefCell::new(None));
+        std::thread::scope(|scope| {
+            let (gate, wanted) = (&gate, &wanted);
+            let waits = scope.spawn(move || gate.enter("a", None, wanted).map(drop));
+            until("it waits, though there is a place", || gate.load() == (1, 1));
+            let denied = lock(&gate.0).overloaded(0);
+            assert!(matches!(denied, Denied::ShareTaken { share: 1, .. }), "{denied:?}");
+            *others.borrow_mut() = Some(gate.enter("b", None, &cancel()).unwrap());
+            let denied = lock(&gate.0).overloaded(0);
+            assert!(matches!(denied, Denied::Overloaded { .. }), "{denied:?}");
+            wanted.raise();
+            assert_eq!(waits.join().unwrap(), Err(Denied::Cancelled));
+        });
+        drop(first);
+    }
+
+    #[test]
+    fn what_a_principal_has_here_is_told_as_what_runs_and_as_all_of_it() {
+        let gate = gate(1, 2, 8);
+        let held = gate.enter("a", None, &cancel()).unwrap();
+        std::thread::scope(|scope| {
+            let gate = &gate;
+            let waits = scope.spawn(move || gate.enter("a", None, &cancel()).map(drop));
+            until("it waits", || gate.load() == (1, 1));
+            assert_eq!(gate.tenants(8), [("a".to_owned(), 1, 2)]);
+            drop(held);
+            waits.join().unwrap().unwrap();
+        });
+        assert_eq!(gate.tenants(8), []);
+    }
+
+    #[test]
+    fn a_run_whose_turn_came_is_not_woken_again_by_that() {
+        let gate = gate(1, 2, 8);
+        let held = gate.enter("a", None, &cancel()).unwrap();
+        let wanted = cancel();
+        std::thread::scope(|scope| {
+            let (gate, wanted) = (&gate, &wanted);
+            let waits = scope.spawn(move || gate.enter("b", None, wanted).map(drop));
+            until("it waits", || gate.load() == (1, 1));
+            drop(held);
+            waits.join().unwrap().unwrap();
+        });
+        let mut polled = libc::pollfd { fd: wanted.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one valid pollfd.
+        assert_eq!(unsafe { libc::poll(&raw mut polled, 1, 0) }, 0, "its waits would be none");
+    }
 }

@@ -179,4 +179,23 @@ mod tests {
         let said = Bounds::of_host(64 << 20, Some(3), Some(0), Some(2), Duration::ZERO);
         assert_eq!((said.runs_max, said.queue_max, said.principal_runs_max), (3, 0, 2));
     }
+
+    #[test]
+    fn whoever_may_have_a_run_has_a_place_for_it_however_many_may_wait() {
+        let bounds = Bounds::of_host(64 << 20, Some(1), Some(100), Some(2), Duration::ZERO);
+        assert_eq!((bounds.places(None), bounds.places(Some(1))), (1, 1));
+    }
+
+    #[test]
+    fn a_token_and_a_machine_speak_for_one_principal_alone() {
+        let with = |cids: &[u32], tokens: &[u8]| Principal {
+            cids: cids.to_vec(),
+            token_sha256: tokens.iter().map(|it| [*it; 32]).collect(),
+            ..Principal::default()
+        };
+        let check = |a, b| Principals(BTreeMap::from([("a".into(), a), ("b".into(), b)])).check();
+        assert_eq!(check(with(&[3, 4], &[1, 2]), with(&[5], &[3])), Ok(()));
+        assert!(check(with(&[3, 4], &[]), with(&[5, 4], &[])).unwrap_err().contains("same CID"));
+        assert!(check(with(&[], &[1, 2]), with(&[], &[2])).unwrap_err().contains("same token"));
+    }
 }

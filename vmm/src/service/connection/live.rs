@@ -214,4 +214,73 @@ mod tests {
         (0..).zip(asked).for_each(|(number, cancel)| leave(number, cancel));
         assert!(enter(0, Question::Metrics).is_ok());
     }
+
+    #[test]
+    fn a_run_does_not_begin_cancelled_or_nudged_by_what_was_done_to_another() {
+        let live = Live::default();
+        let enter = |number| live.enter_run(number).unwrap().unwrap();
+        let is_woken = |cancel: &Cancel| {
+            let fd = std::os::fd::AsRawFd::as_raw_fd(cancel);
+            let mut polled = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+            // SAFETY: one valid pollfd.
+            unsafe { libc::poll(&raw mut polled, 1, 0) == 1 }
+        };
+        let cancelled = enter(1);
+        live.cancel(1);
+        assert!(cancelled.is_raised());
+        live.leave_run(1, cancelled);
+        let nudged = enter(1);
+        assert!(!nudged.is_raised());
+        nudged.nudge();
+        live.leave_run(1, nudged);
+        let next = enter(1);
+        assert!(!next.is_raised() && !is_woken(&next));
+        // What had the number before is not there to be cancelled.
+        live.leave_run(1, next);
+        live.cancel(1);
+        assert!(!enter(1).is_raised());
+    }
+
+    #[test]
+    fn what_is_under_way_as_a_client_leaves_is_cancelled_and_so_is_what_it_had_sent_yet() {
+        let live = Live::default();
+        let run = live.enter_run(1).unwrap().unwrap();
+        let question = live.enter_question(2, &Question::Metrics).unwrap().unwrap();
+        live.cancel_all();
+        assert!(run.is_raised() && question.is_raised());
+        assert!(!live.close());
+        assert!(live.enter_run(3).unwrap().unwrap().is_raised());
+        assert!(live.enter_question(4, &Question::Status).unwrap().unwrap().is_raised());
+        assert!(live.close(), "it was said before");
+    }
+
+    #[test]
+    fn the_link_to_a_clients_own_tools_ends_with_its_run() {
+        let live = Live::default();
+        let cancel = live.enter_run(1).unwrap().unwrap();
+        let (host, mut broker) = UnixStream::pair().unwrap();
+        let host = Arc::new(host);
+        live.set_host(1, Arc::clone(&host));
+        assert!(live.is_hosted_by(1, &host));
+        live.leave_run(1, cancel);
+        assert!(live.host(1).is_none());
+        broker.set_nonblocking(true).unwrap();
+        assert_eq!(io::Read::read(&mut broker, &mut [0]).unwrap(), 0, "it is open");
+    }
+
+    #[test]
+    fn a_client_has_so_many_numbers_and_each_once() {
+        let live = Live::default();
+        let enter = |number| live.enter_question(number, &Question::Status);
+        let kind = |number| enter(number).unwrap_err().kind();
+        let most = NUMBERS_MAX as u64;
+        for number in 0..most - 1 {
+            enter(number).unwrap().unwrap();
+        }
+        assert_eq!(kind(0), io::ErrorKind::InvalidData);
+        let last = enter(most).unwrap().unwrap();
+        assert_eq!(kind(most + 1), io::ErrorKind::InvalidData);
+        live.leave_question(most, last);
+        assert!(enter(most + 1).unwrap().is_ok());
+    }
 }

@@ -523,4 +523,43 @@ mod tests {
         let (_, second) = connection.read_frame(Some(first), count).unwrap();
         assert_eq!((counted.get(), second), (2, first), "it counts as another");
     }
+
+    #[test]
+    fn a_client_says_hello_before_all_else_and_once() {
+        let mut hello = Vec::new();
+        frame::write_message(Kind::Hello, &Hello::ours(Role::Client), &mut hello);
+        let mut cancels = Vec::new();
+        frame::write_message(Kind::Cancel, &CancelRun { number: 1 }, &mut cancels);
+        let read = |has_greeted, said: &[u8]| {
+            let (mut client, ours) = UnixStream::pair().unwrap();
+            let connection = Connection::accept(Weak::new(), 0, ours, Peer::Operator).unwrap();
+            connection.greeted.store(has_greeted, Ordering::Release);
+            client.write_all(said).unwrap();
+            let read = connection.read_frame(None, || ());
+            read.map(|(frame, ())| frame.kind).map_err(|error| error.kind())
+        };
+        assert_eq!(read(false, &hello), Ok(Kind::Hello));
+        assert_eq!(read(true, &cancels), Ok(Kind::Cancel));
+        assert_eq!(read(false, &cancels), Err(io::ErrorKind::InvalidData));
+        assert_eq!(read(true, &hello), Err(io::ErrorKind::InvalidData));
+    }
+
+    #[test]
+    fn a_stranger_sends_no_long_frame() {
+        let read = |peer, payload_bytes| {
+            let (mut client, ours) = UnixStream::pair().unwrap();
+            let connection = Connection::accept(Weak::new(), 0, ours, peer).unwrap();
+            connection.greeted.store(true, Ordering::Release);
+            let header = frame::Header { kind: Kind::Submit, payload_bytes };
+            client.write_all(&header.to_bytes()).unwrap();
+            client.shutdown(Shutdown::Write).unwrap();
+            connection.read_frame(None, || ()).map(drop).unwrap_err().kind()
+        };
+        let most = STRANGERS_FRAME_BYTES_MAX;
+        // It is waited for, or not.
+        let (waited, refused) = (io::ErrorKind::UnexpectedEof, io::ErrorKind::InvalidData);
+        assert_eq!(read(Peer::Stranger, most), waited);
+        assert_eq!(read(Peer::Stranger, most + 1), refused);
+        assert_eq!(read(Peer::Operator, most + 1), waited);
+    }
 }

@@ -313,4 +313,25 @@ mod tests {
         assert_eq!(sent.unwrap_err().kind(), io::ErrorKind::TimedOut);
         assert!(began.elapsed() < SEND_PATIENCE * 3 / 2, "{:?}", began.elapsed());
     }
+
+    #[test]
+    fn what_one_part_of_an_end_takes_is_taken_off_the_time_of_all() {
+        let (_client, ours) = UnixStream::pair().unwrap();
+        let connection = Connection::accept(Weak::new(), 0, ours, Peer::Operator).unwrap();
+        let (all, mut left) = (FRAME_TIME_MAX, FRAME_TIME_MAX);
+        connection.send_frame(b"x", &mut left, || true, || ()).unwrap();
+        assert!(left < all);
+    }
+
+    #[test]
+    fn a_frame_that_is_taken_piece_by_piece_is_sent_no_longer_than_its_time() {
+        let (client, ours) = UnixStream::pair().unwrap();
+        let connection = Connection::accept(Weak::new(), 0, ours, Peer::Operator).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| std::io::copy(&mut &client, &mut std::io::sink()));
+            let sent = connection.send_until(&vec![7; 3 * SEND_BYTES], Instant::now(), || ());
+            assert_eq!(sent.unwrap_err().kind(), io::ErrorKind::TimedOut);
+            connection.close();
+        });
+    }
 }
