@@ -144,4 +144,17 @@ mod tests {
         }
         assert!(Access::Tokens(Vec::new()).principal(&headers(&["Bearer one"])).is_err());
     }
+
+    #[test]
+    fn a_token_that_is_anothers_now_speaks_no_more_for_whoever_came_with_it() {
+        let options = |access| Options { access, hosts: Vec::new(), metrics_token: None };
+        let (now, told) = watch::channel(options(access()));
+        let [alices, bobs] = [("alice", "one"), ("bob", "three")].map(|(name, token)| {
+            Bearer::new(name.into(), &headers(&[&format!("Bearer {token}")]), told.clone())
+        });
+        assert!(alices.speaks_still() && bobs.speaks_still());
+        let tokens = ["one", "three"].map(|token| TokenHash::of(token.as_bytes())).to_vec();
+        now.send_replace(options(Access::Tokens(vec![Principal { name: "bob".into(), tokens }])));
+        assert!(!alices.speaks_still() && bobs.speaks_still());
+    }
 }

@@ -610,4 +610,32 @@ mod tests {
             assert_eq!(answer.ok().map(|it| it.status().as_u16()), answered, "{status}");
         }
     }
+
+    #[test]
+    fn a_run_that_has_called_took_place_whatever_it_was_refused_after_that() {
+        let ends = |calls: serde_json::Value| {
+            let mut finish = finish("refused", "broker_away");
+            let mut report: serde_json::Value = serde_json::from_slice(&finish.report).unwrap();
+            report["tool_calls"] = calls;
+            finish.report = report.to_string().into();
+            let tenant = Tenants::default().named("a".into());
+            let over = over(&tenant, Events::default(), finish).unwrap();
+            (took_no_place(&over).is_none(), tenant.find(&over.id).is_ok())
+        };
+        assert_eq!(ends(json!([])), (false, false));
+        assert_eq!(ends(json!([{ "id": 0 }])), (true, true));
+    }
+
+    #[tokio::test]
+    async fn an_artifact_has_one_number() {
+        let tenant = Tenants::default().named("a".into());
+        let kept = over(&tenant, Events::default(), left(&[b"1", b"2"])).unwrap();
+        for (number, is_one) in [("1", true), ("01", false), ("+1", false), ("-1", false)] {
+            let permit = Arc::new(tenant.request().unwrap());
+            let bearer = Bearer::anybodys("a");
+            let caller = Caller { tenant: Arc::clone(&tenant), permit, bearer };
+            let asked = artifact(caller, Named((kept.id.clone(), number.to_owned()))).await;
+            assert_eq!(asked.is_ok(), is_one, "{number}");
+        }
+    }
 }

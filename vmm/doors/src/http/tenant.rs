@@ -494,4 +494,62 @@ mod tests {
         drop((held, body));
         assert!(alice.request().is_ok() && alice.body(1).is_ok());
     }
+
+    #[test]
+    fn a_key_is_free_once_its_run_is_forgotten() {
+        let (tenant, now) = (Tenants::default().named("a".into()), Instant::now());
+        let keyed = |order: u8| Keyed { key: "k".into(), order_sha256: [order; 32] };
+        let claims = |order| match tenant.under(keyed(order)) {
+            Ok(Under::Nothing(claim)) => claim,
+            other => panic!("{order}: {other:?}"),
+        };
+        let claim = claims(1);
+        end(&tenant, "1", 0, now);
+        claim.bind(&tenant.find("1").unwrap());
+        assert_eq!(tenant.under(keyed(2)).unwrap_err().body().kind(), "key_reused");
+        tenant.sweep(now + KEPT_TIME);
+        // One that is forgotten before it is known to have begun.
+        let claim = claims(2);
+        end(&tenant, "2", 0, now);
+        let kept = tenant.find("2").unwrap();
+        tenant.sweep(now + KEPT_TIME);
+        claim.bind(&kept);
+        drop(claims(3));
+    }
+
+    #[test]
+    fn what_is_forgotten_takes_no_room_from_what_ends_later() {
+        let (tenant, now) = (Tenant::new("a".into(), Arc::default()), Instant::now());
+        end(&tenant, "large", ENDED_BYTES_MAX + 1, now);
+        for id in ["1", "2", "3"] {
+            end(&tenant, id, 0, now);
+        }
+        assert!(tenant.find("large").is_err());
+        assert!(["1", "2", "3"].iter().all(|id| tenant.find(id).is_ok()));
+    }
+
+    #[test]
+    fn a_principal_whose_request_is_under_way_is_not_forgotten_with_its_bounds() {
+        let (tenants, now) = (Tenants::default(), Instant::now());
+        let tenant = tenants.named("a".into());
+        tenants.sweep(now);
+        assert!(Arc::ptr_eq(&tenant, &tenants.named("a".into())));
+        drop(tenant);
+        tenants.sweep(now);
+        assert!(tenants.all().is_empty());
+    }
+
+    #[test]
+    fn what_a_run_left_counts_as_kept_with_its_report() {
+        let artifact = forge_client::protocol::run::Artifact {
+            name: "a".into(),
+            media_type: "b/c".into(),
+            content: vec![1; 1000],
+        };
+        let report = br#"{"run_id":"1","status":"ok","kind":"","reason":""}"#.to_vec();
+        let report_bytes = report.len();
+        let events = Events::default();
+        events.end(End::of(Finish { report, artifacts: vec![artifact] }).unwrap());
+        assert_eq!(events.bytes(), report_bytes + 1000);
+    }
 }

@@ -479,4 +479,42 @@ mod tests {
         let lines = lock(&kept.lines);
         assert_eq!((lines.over.len(), lines.over_bytes), (0, 0));
     }
+
+    #[tokio::test]
+    async fn a_listener_that_goes_late_takes_nothing_from_the_one_that_came_after_it() {
+        let kept = Arc::<Kept>::default();
+        let (feed, old, _) = fed(&kept);
+        feed.send(progress()).await.unwrap();
+        while kept.ahead(&"a".into(), "0/0") == Ahead::Unknown {
+            tokio::task::yield_now().await;
+        }
+        let mut new = kept.resume(&"a".into(), "0/0").unwrap();
+        drop(old);
+        let feeding = tokio::spawn(async move {
+            for _ in 0..3 * EVENTS_MAX {
+                feed.send(progress()).await.unwrap();
+            }
+        });
+        // What is said waits for it, and is not given up for what comes next.
+        for _ in 0..100 {
+            tokio::task::yield_now().await;
+        }
+        for at in 1..=3 * EVENTS_MAX {
+            assert_eq!(hear(&mut new).await, Some(format!("{at}/0")));
+        }
+        feeding.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn an_id_is_free_before_its_client_has_the_answer_though_the_stream_goes_on() {
+        let kept = Arc::<Kept>::default();
+        let (feed, mut listener, answered) = fed(&kept);
+        feed.send(progress()).await.unwrap();
+        hear(&mut listener).await.unwrap();
+        assert!(!*lock(&answered));
+        feed.send(answer()).await.unwrap();
+        hear(&mut listener).await.unwrap();
+        assert!(*lock(&answered));
+        drop(feed);
+    }
 }

@@ -428,4 +428,44 @@ mod tests {
         sessions.known(&ids[4]);
         assert_eq!(sessions.silent(left + 2 * LEFT_TIME), None);
     }
+
+    #[test]
+    fn a_session_that_owes_an_answer_or_is_listened_to_gives_way_to_none() {
+        let later = Instant::now() + 2 * SILENT_TIME;
+        let gives_way = |known: &Known| known.gives_way_in(later).is_some();
+        let known = Known::default();
+        assert!(gives_way(&known));
+        lock(&known.open).insert(RequestId::Number(1));
+        assert!(!gives_way(&known));
+        lock(&known.open).clear();
+        let listened = Arc::clone(&known.listened);
+        assert!(!gives_way(&known));
+        drop(listened);
+        assert!(gives_way(&known));
+    }
+
+    #[tokio::test]
+    async fn a_request_of_an_id_that_is_open_and_one_too_many_are_refused_at_once() {
+        let sessions = Sessions::new(LocalSessionManager::default());
+        let (id, _transport) = sessions.create_session().await.unwrap();
+        let refused = async |number: usize| {
+            let request = json!({"jsonrpc": "2.0", "id": number, "method": "ping"});
+            let message = serde_json::from_value(request).unwrap();
+            // Nobody has an ear for one that is not refused.
+            let asked = sessions.create_stream(&id, message);
+            let asked = tokio::time::timeout(Duration::from_secs(1), asked).await;
+            let mut stream = Box::pin(asked.ok()?.unwrap());
+            let said = std::future::poll_fn(|context| stream.as_mut().poll_next(context)).await;
+            match said?.message.as_deref()? {
+                ServerJsonRpcMessage::Error(error) => Some(error.error.message.to_string()),
+                _ => None,
+            }
+        };
+        let open = sessions.known(&id).open;
+        lock(&open).insert(RequestId::Number(7));
+        assert!(refused(7).await.unwrap().contains("not answered yet"));
+        assert_eq!(refused(8).await, None);
+        lock(&open).extend((0..OPEN_MAX as i64).map(RequestId::Number));
+        assert!(refused(OPEN_MAX).await.unwrap().contains("too many requests"));
+    }
 }

@@ -246,4 +246,19 @@ mod tests {
         let guests = lock(&places.guests);
         assert!(guests.staying.is_empty() && guests.strangers.is_empty());
     }
+
+    #[tokio::test]
+    async fn who_has_left_is_counted_as_open_no_more() {
+        let connections = Arc::<Connections>::default();
+        let places = Places::new(2, Arc::clone(&connections));
+        let open = || connections.open.load(Ordering::Relaxed);
+        let (first, _, _) = places.take().await.unwrap();
+        let (second, _, _) = places.take().await.unwrap();
+        assert_eq!(open(), 2);
+        drop(first);
+        assert_eq!(open(), 1);
+        drop(second);
+        assert_eq!(open(), 0);
+        assert!(lock(&places.guests).strangers.is_empty());
+    }
 }
