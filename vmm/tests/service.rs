@@ -54,6 +54,7 @@ fn main() -> ExitCode {
             several_clients_are_served_at_once,
             one_connection_carries_many_runs,
             a_client_that_leaves_takes_its_run_with_it,
+            a_client_that_has_left_or_was_cut_off_takes_up_no_connection,
             strangers_do_no_harm,
             several_runs_go_on_at_once_on_one_connection,
             a_cancelled_run_says_so_and_the_others_go_on,
@@ -1083,6 +1084,21 @@ fn an_order_that_no_service_takes_is_refused_before_it_is_sent() {
         refused(client.run(&large).await.unwrap_err());
         client.ask(Question::Status).await.unwrap();
     });
+}
+
+fn a_client_that_has_left_or_was_cut_off_takes_up_no_connection() {
+    let desk = desk();
+    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    let mut client = service.client();
+    let others: Vec<_> = (0..3).map(|_| service.client()).collect();
+    // With them, for a moment, whoever looked whether it listens.
+    eventually("all are there", || standing(&mut client)["connections"] == 4);
+    drop(others);
+    eventually("those that left are gone", || standing(&mut client)["connections"] == 1);
+    let mut breaks = stranger(&service);
+    send(&mut breaks, Kind::Cancel, &forge_protocol::service::Cancel { number: 1 });
+    assert!(is_closed(breaks.socket()), "it said no hello");
+    eventually("so is who broke the protocol", || standing(&mut client)["connections"] == 1);
 }
 
 fn an_input_or_a_principal_that_is_none_is_refused_whatever_is_granted() {
