@@ -69,6 +69,9 @@ pub struct Tool {
 struct Schema {
     validator: Validator,
     cost: Cost,
+    /// The same as it is written, where less is asked: what fits that is good, whatever a
+    /// reference makes of the other.
+    as_written: Option<Box<Self>>,
 }
 
 /// Room for what is compiled of all tools that one stranger offers, patterns and
@@ -283,6 +286,16 @@ impl Schema {
     /// 2020-12 holds where `$schema` names no other.
     fn compile(schema: &Value, of: Of, room: &mut CompiledRoom) -> Result<Self, String> {
         let meant = as_meant(schema, of);
+        let as_written = as_meant(schema, Of::Whole);
+        let mut compiled = Self::compiled(meant.clone(), room)?;
+        if as_written != meant {
+            // Without room for it what may be left out counts alone.
+            compiled.as_written = Self::compiled(as_written, room).ok().map(Box::new);
+        }
+        Ok(compiled)
+    }
+
+    fn compiled(meant: Value, room: &mut CompiledRoom) -> Result<Self, String> {
         let schema = &read_as_javascript(&meant).unwrap_or(meant);
         let cost = Cost::of(schema)?;
         let (mut bytes, mut nones) = (0_usize, Vec::new());
@@ -319,7 +332,7 @@ impl Schema {
         let left = left.ok_or("compiled it has no room beside the other tools")?;
         let validator = Self::validator(schema, PATTERN_ENGINE_BYTES_MAX)?;
         room.bytes = left;
-        Ok(Self { validator, cost })
+        Ok(Self { validator, cost, as_written: None })
     }
 
     /// What a pattern takes, with engines of the least size that is enough for
@@ -377,7 +390,8 @@ impl Schema {
     }
 
     fn validate(&self, value: &Value, whole: &str, names_places: bool) -> Result<(), Violations> {
-        if self.validator.is_valid(value) {
+        let as_written = || self.as_written.as_ref().is_some_and(|it| it.validator.is_valid(value));
+        if self.validator.is_valid(value) || as_written() {
             return Ok(());
         }
         if !names_places {
@@ -654,6 +668,38 @@ mod tests {
         let refused = Tool::within(&mut room, "shop", listed(json!({"properties": properties})));
         let refused = refused.unwrap_err().to_string();
         assert!(refused.contains("takes too much"), "{refused}");
+    }
+
+    #[test]
+    fn arguments_that_fit_a_schema_as_it_is_written_are_taken_wherever_its_references_lead() {
+        let of_one = |name: &str| {
+            json!({"type": "object", "required": [name],
+                   "properties": {name: {"type": "string", "default": "x"}}})
+        };
+        let (a, b) = (json!({"$ref": "#/$defs/a"}), json!({"$ref": "#/$defs/b"}));
+        let takes = |held: &Value, x: &Value| {
+            let definitions = json!({"a": of_one("city"), "b": of_one("zip")});
+            let schema = json!({"type": "object", "$defs": definitions, "required": ["x"],
+                                "properties": {"x": held, "y": a}});
+            tool(schema).check(&json!({"x": x})).is_ok()
+        };
+        let (city, zip) = (json!({"city": "Bonn"}), json!({"zip": "1"}));
+        let (both, countries) =
+            (json!({"city": "a", "zip": "b"}), json!({"required": ["country"]}));
+        for (held, good, bad) in [
+            (json!({"oneOf": [a, b]}), &city, &both),
+            (json!({"oneOf": [{"allOf": [a]}, {"allOf": [b]}]}), &zip, &both),
+            (json!({"not": a}), &zip, &city),
+            (json!({"if": a, "then": countries}), &zip, &city),
+            (json!({"contains": a, "maxContains": 1}), &json!([city, zip]), &json!([city, city])),
+        ] {
+            assert!(takes(&held, good), "{held}");
+            assert!(!takes(&held, bad), "{held}");
+        }
+        // What has a default may be left out behind a reference as elsewhere.
+        assert!(takes(&a, &json!({})) && !takes(&a, &json!({"city": 7})));
+        assert!(tool(json!({"properties": {"x": of_one("city")}})).arguments.as_written.is_some());
+        assert!(tool(json!({"properties": {"x": {"default": 1}}})).arguments.as_written.is_none());
     }
 
     #[test]

@@ -2,8 +2,14 @@
 //!
 //! Most schemas of tools are made by libraries, and some of these write what no draft
 //! has and everybody understands: `null` for a keyword that says nothing (a list that is
-//! nil in Go), a name twice under `required`, the tuples and bounds of older drafts. Such
-//! a tool is offered all the same. All else is left as it is.
+//! nil in Go), a name twice under `required`, the tuples and bounds of older drafts, a
+//! remark of a type that remarks have not. Such a tool is offered all the same. All else is
+//! left as it is.
+//!
+//! Of arguments less is asked than is written, as what has a default may be left out
+//! ([`Of::FilledIn`]). Through a reference that can make more hold of a `oneOf` or a `not`
+//! than may, so whoever holds arguments against that takes those as well that fit what is
+//! written ([`Of::Whole`]).
 
 use serde_json::{Map, Value};
 
@@ -23,28 +29,40 @@ pub(crate) enum Of {
 /// The schema as it is meant.
 pub(crate) fn as_meant(schema: &Value, of: Of) -> Value {
     let mut meant = schema.clone();
-    let is_newest = match schema.get("$schema").and_then(Value::as_str) {
-        Some(draft) => draft.contains("2020-12"),
-        None => true,
+    let draft = schema.get("$schema").and_then(Value::as_str);
+    let has = Has {
+        prefix_items: draft.is_none_or(|it| it.contains("2020-12")),
+        boolean_bounds: draft.is_some_and(|it| it.contains("draft-03") || it.contains("draft-04")),
     };
-    mend(&mut meant, is_newest, of);
+    mend(&mut meant, has, of);
     meant
 }
 
-fn mend(schema: &mut Value, is_newest: bool, of: Of) {
+/// What a schema's draft has.
+#[derive(Clone, Copy)]
+struct Has {
+    prefix_items: bool,
+    /// `true` and `false` for `exclusiveMinimum`.
+    boolean_bounds: bool,
+}
+
+fn mend(schema: &mut Value, has: Has, of: Of) {
     match schema {
-        Value::Array(schemas) => schemas.iter_mut().for_each(|it| mend(it, is_newest, of)),
+        Value::Array(schemas) => schemas.iter_mut().for_each(|it| mend(it, has, of)),
         Value::Object(members) => {
             members.retain(|key, said| {
-                !said.is_null() || key != "enum" && DATA.contains(&key.as_str())
+                let is_said = !said.is_null() || key != "enum" && DATA.contains(&key.as_str());
+                is_said && !is_no_remark(key, said)
             });
             mend_required(members, of);
-            if is_newest {
+            if !has.boolean_bounds {
                 say_exclusive_bounds(members);
+            }
+            if has.prefix_items {
                 say_tuples(members);
             }
             if of == Of::FilledIn {
-                say_any(members, is_newest);
+                say_any(members, has);
             }
             for (key, member) in members {
                 match (key.as_str(), member) {
@@ -52,19 +70,19 @@ fn mend(schema: &mut Value, is_newest: bool, of: Of) {
                     // Of the older drafts, which have lists of names in it too.
                     ("dependencies", Value::Object(named)) => {
                         let schemas = named.values_mut().filter(|it| it.is_object());
-                        schemas.for_each(|it| mend(it, is_newest, of));
+                        schemas.for_each(|it| mend(it, has, of));
                     }
                     (key, Value::Object(named))
                         if OF_SCHEMAS.contains(&key) || key == "patternProperties" =>
                     {
-                        named.values_mut().for_each(|it| mend(it, is_newest, of));
+                        named.values_mut().for_each(|it| mend(it, has, of));
                     }
                     // What holds where less is asked would say no, or something else; what
                     // is any of several is none of them here any more.
                     ("not" | "if" | "contains" | "oneOf", member) => {
-                        mend(member, is_newest, Of::Whole);
+                        mend(member, has, Of::Whole);
                     }
-                    (_, member) => mend(member, is_newest, of),
+                    (_, member) => mend(member, has, of),
                 }
             }
         }
@@ -73,16 +91,28 @@ fn mend(schema: &mut Value, is_newest: bool, of: Of) {
 }
 
 /// Where less is asked of one of several than was, more than one may hold.
-fn say_any(schema: &mut Map<String, Value>, is_newest: bool) {
+fn say_any(schema: &mut Map<String, Value>, has: Has) {
     let Some(several) = schema.get("oneOf") else { return };
     let (mut filled_in, mut whole) = (several.clone(), several.clone());
-    mend(&mut filled_in, is_newest, Of::FilledIn);
-    mend(&mut whole, is_newest, Of::Whole);
+    mend(&mut filled_in, has, Of::FilledIn);
+    mend(&mut whole, has, Of::Whole);
     if filled_in == whole || schema.contains_key("anyOf") {
         schema.insert("oneOf".into(), whole);
     } else {
         schema.remove("oneOf");
         schema.insert("anyOf".into(), filled_in);
+    }
+}
+
+/// Whether a keyword that nothing is held against is not of its type. It says nothing
+/// then, and the drafts' own schemas refuse it.
+fn is_no_remark(keyword: &str, said: &Value) -> bool {
+    match keyword {
+        "title" | "description" | "$comment" | "format" | "contentEncoding"
+        | "contentMediaType" => !said.is_string(),
+        "deprecated" | "readOnly" | "writeOnly" => !said.is_boolean(),
+        "examples" => !said.is_array(),
+        _ => false,
     }
 }
 
@@ -158,6 +188,18 @@ mod tests {
                 json!({"items": [{"type": "string"}, {"items": null}], "additionalItems": false}),
                 json!({"prefixItems": [{"type": "string"}, {}], "items": false}),
             ),
+            (
+                json!({"$schema": "http://json-schema.org/draft-07/schema#",
+                       "items": {"maximum": 9, "exclusiveMaximum": true, "exclusiveMinimum": false}}),
+                json!({"$schema": "http://json-schema.org/draft-07/schema#",
+                       "items": {"exclusiveMaximum": 9}}),
+            ),
+            (
+                json!({"title": 5, "properties": {"examples": {"examples": "x", "format": 5,
+                    "deprecated": "use b", "readOnly": "true", "writeOnly": 1, "$comment": ["c"],
+                    "description": ["d"], "contentEncoding": {}, "contentMediaType": []}}}),
+                json!({"properties": {"examples": {}}}),
+            ),
         ] {
             assert_eq!(of_arguments(written.clone()), meant, "{written}");
         }
@@ -192,6 +234,8 @@ mod tests {
             json!({"$schema": "http://json-schema.org/draft-07/schema#", "items": [{}, {}]}),
             json!({"$schema": "http://json-schema.org/draft-04/schema#",
                    "minimum": 0, "exclusiveMinimum": true}),
+            json!({"title": "t", "deprecated": true, "examples": [5], "format": "email"}),
+            json!({"const": {"title": 5}, "properties": {"title": {}, "deprecated": false}}),
             json!({"required": "a"}),
             json!({"dependentRequired": {"items": ["a"], "required": ["b"]}}),
             json!({"dependencies": {"items": ["a"]}}),

@@ -169,7 +169,7 @@ mod tests {
         let asked: Fork = forge_protocol::codec::decode(&asked.payload).unwrap();
         assert_eq!(asked.ram_bytes, ram_bytes as u64);
         // Nobody answers: it is not waited for.
-        drop((theirs, pool.kill()));
+        drop((theirs, pool.killer().kill()));
     }
 
     /// A pool without workers, and its zygote's end of the link.
@@ -212,7 +212,7 @@ mod tests {
         let _stands = makes(&mut theirs, &Ready::Ok(Timing::default()));
         until("one stands ready", || pool.stands().standing == 1);
         assert!(pool.shared.stock.take(&key).unwrap().is_ready());
-        drop((theirs, pool.kill()));
+        drop((theirs, pool.killer().kill()));
     }
 
     #[test]
@@ -230,6 +230,6 @@ mod tests {
             let stands = pool.stands();
             (stands.standing, stands.owned, stands.target) == (0, 0, 0)
         });
-        drop((theirs, pool.kill()));
+        drop((theirs, pool.killer().kill()));
     }
 }
