@@ -46,7 +46,7 @@ const SCHEMA_BYTES_MAX: usize = 16 * 1024 * 1024;
 const PATTERN_BACKTRACK_MAX: usize = 100_000;
 /// What one engine of a compiled pattern may take, in bytes: what
 /// `^.{0,1000}$` takes.
-const PATTERN_ENGINE_BYTES_MAX: usize = 1024 * 1024;
+const PATTERN_ENGINE_BYTES_MAX: usize = 1408 * 1024;
 /// A pattern counts with the first of these that is enough for each of its
 /// engines.
 const PATTERN_ENGINE_BYTES: [usize; 4] =
@@ -630,7 +630,7 @@ mod tests {
         named.insert("a".into(), json!({"pattern": "^.{1,500}$"}));
         let refers = json!({"anyOf": vec![json!({"$ref": "#/$defs/a"}); 32], "format": "email"});
         let schema = json!({"$defs": named, "properties": {"x": refers}});
-        let mut room = CompiledRoom::new(1024 * 1024 + 64 * 1024);
+        let mut room = CompiledRoom::new(PATTERN_ENGINE_BYTES_MAX + 64 * 1024);
         Tool::within(&mut room, "shop", listed(schema)).unwrap();
     }
 

@@ -21,6 +21,8 @@ use std::collections::BTreeSet;
 
 use serde_json::Value;
 
+use super::pattern_read::{BOUNDARY, DOT, NO_BOUNDARY};
+
 /// What one pattern may take while it is compiled, all its engines together.
 /// One engine of the largest size has always its room.
 pub(crate) const PATTERN_BYTES_MAX: usize = 16 * 1024 * 1024;
@@ -86,7 +88,9 @@ pub(crate) fn compiled_bytes_max(text: &str, engine_bytes: usize) -> Result<usiz
     if backreferences_max(text) > BACKREFERENCES_MAX {
         return Err("it refers to its groups too often");
     }
-    let engines = engines_max(text).saturating_mul(engine_bytes);
+    // Of these each part is a single class, which is a table and no engine.
+    let others = text.replace(DOT, ".").replace(BOUNDARY, r"\b").replace(NO_BOUNDARY, r"\B");
+    let engines = engines_max(&others).saturating_mul(engine_bytes);
     Ok(engines.saturating_add(text.len().saturating_mul(BYTES_OF_EACH)))
 }
 

@@ -4,7 +4,8 @@
 //! the flag `u`: there a class may be empty, a `-` beside a class escape is itself
 //! (`[\w-.]`), a `{` that begins no count is itself (`^{.*}$`), `\0` is a NUL, and `[\b]` a
 //! backspace. The validator's engines take none of that; it is written for them here as
-//! they do. All else is left as it is.
+//! they do. Nor do they mean the same by `.`, which matches no end of a line, and by `\b`
+//! and `\B`, whose words are ASCII's. All else is left as it is.
 
 use serde_json::{Map, Value};
 
@@ -79,8 +80,58 @@ enum At {
     Dash,
 }
 
+/// `.`: the characters themselves, since an escape is dear to translate.
+pub(super) const DOT: &str = "[^\n\r\u{2028}\u{2029}]";
+/// `\b`. The engine has one of Unicode's words alone.
+pub(super) const BOUNDARY: &str =
+    "(?:(?<=[A-Za-z0-9_])(?![A-Za-z0-9_])|(?<![A-Za-z0-9_])(?=[A-Za-z0-9_]))";
+/// `\B`.
+pub(super) const NO_BOUNDARY: &str =
+    "(?:(?<=[A-Za-z0-9_])(?=[A-Za-z0-9_])|(?<![A-Za-z0-9_])(?![A-Za-z0-9_]))";
+
+/// A longer pattern keeps its `.` and `\b`, in bytes: each takes many times its room while
+/// it is compiled.
+const REWRITTEN_BYTES_MAX: usize = 16 * 1024;
+
+/// What stands in a class for `\` and this.
+fn set(escaped: char) -> &'static str {
+    match escaped {
+        'd' => "0-9",
+        'D' => "\0-/:-\u{10ffff}",
+        'w' => "A-Za-z0-9_",
+        'W' => "\0-/:-@\\[-\\^`{-\u{10ffff}",
+        's' => {
+            "\t-\r \u{a0}\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}\u{feff}"
+        }
+        _ => {
+            "\0-\u{8}\u{e}-\u{1f}!-\u{9f}\u{a1}-\u{167f}\u{1681}-\u{1fff}\u{200b}-\u{2027}\u{202a}-\u{202e}\
+             \u{2030}-\u{205e}\u{2060}-\u{2fff}\u{3001}-\u{fefe}\u{ff00}-\u{10ffff}"
+        }
+    }
+}
+
+/// Whether a group says how what is in it is to be read. JavaScript has few of these:
+/// whoever wrote one may mean another language's `.` and `\b`.
+fn has_flags(pattern: &str) -> bool {
+    pattern.match_indices("(?").any(|(at, opens)| {
+        let behind = &pattern[at + opens.len()..];
+        let after = behind.trim_start_matches(|it: char| "imsuxRU-".contains(it));
+        after.len() < behind.len() && after.starts_with([':', ')'])
+    })
+}
+
+/// Whether it is no plain regular expression once it is written: it looks around, or
+/// refers to a group. In these the validator leaves `\d`, `\s` and `\w` to its engine, which has Unicode's.
+fn is_beyond_plain(pattern: &str) -> bool {
+    let looks = ["(?=", "(?!", "(?<=", "(?<!", r"\b", r"\B"];
+    let refers = |it: &str| it.starts_with(|it: char| ('1'..='9').contains(&it));
+    looks.iter().any(|it| pattern.contains(it)) || pattern.split('\\').skip(1).any(refers)
+}
+
 /// A pattern as the engines take it; `None` if it is that already.
 fn rewritten(pattern: &str) -> Option<String> {
+    let is_javascripts = pattern.len() <= REWRITTEN_BYTES_MAX && !has_flags(pattern);
+    let writes_sets = is_javascripts && is_beyond_plain(pattern);
     let mut out = String::with_capacity(pattern.len() + 8);
     let mut rest = pattern;
     let mut at = At::Text;
@@ -99,6 +150,25 @@ fn rewritten(pattern: &str) -> Option<String> {
                 out.push_str(r"\x08");
                 at = after;
             }
+            ('\\', Some(boundary @ ('b' | 'B'))) if at == At::Text && is_javascripts => {
+                length = 2;
+                out.push_str(if boundary == 'b' { BOUNDARY } else { NO_BOUNDARY });
+            }
+            ('\\', Some(escaped)) if writes_sets && is_set(escaped) => {
+                length = 2;
+                match at {
+                    At::Text => {
+                        out.push('[');
+                        out.push_str(set(escaped));
+                        out.push(']');
+                    }
+                    _ => {
+                        out.push_str(set(escaped));
+                        at = At::Set;
+                    }
+                }
+            }
+            ('.', _) if at == At::Text && is_javascripts => out.push_str(DOT),
             ('\\', Some(escaped)) => {
                 length += escaped.len_utf8();
                 // `\p{L}`, which is meant whatever flag there is.
@@ -212,7 +282,7 @@ mod tests {
             (r"[\d-a]b-c[a-z]", r"[\d\-a]b-c[a-z]"),
             (r"[]x[a]", r"[^\s\S]x[a]"),
             (r"[\b]", r"[\x08]"),
-            ("^{.*}$", r"^\{.*}$"),
+            ("^{[a]*}$", r"^\{[a]*}$"),
             ("^{{[^{]*}}x{2}{,3}$", r"^\{\{[^{]*}}x{2}\{,3}$"),
             ("x{", r"x\{"),
         ] {
@@ -235,11 +305,46 @@ mod tests {
             r"[a\-\d]",
             "[",
             "a-b",
-            r"\ba{2}b{2,}c{2,5}\{",
+            r"a{2}b{2,}c{2,5}\{",
+            r"(?i)a.\b",
+            r"(?s:.)\w\.[.]",
             r"\p{L}+[{\p{N}]\u{41}\x{41}",
         ] {
             let expected = if pattern == r"[-\w]" { Some(r"[\-\w]") } else { None };
             assert_eq!(rewritten(pattern).as_deref(), expected, "{pattern}");
+        }
+    }
+
+    #[test]
+    fn a_dot_a_boundary_and_a_set_beside_it_mean_what_javascript_means_by_them() {
+        let taken = |pattern: &str, text: &str| {
+            let written = rewritten(pattern).unwrap_or_else(|| pattern.to_owned());
+            let validator = jsonschema::options()
+                .with_pattern_options(jsonschema::PatternOptions::fancy_regex())
+                .build(&json!({ "pattern": written }));
+            validator.unwrap().is_valid(&json!(text))
+        };
+        for (pattern, takes, does_not) in [
+            (r"\bAPI\b", "调用API接口", "xAPI"),
+            (r"^[^.]+\b$", "ab", "日本"),
+            (r"^日\B本$", "日本", "日a"),
+            (r"a\Bb", "ab", "a b"),
+            (r"^\b\w+\b$", "a1_", "é"),
+            (r"^(?=.)\d$", "5", "٥"),
+            (r"^\b[\W]$", "", "a"),
+            (r"^(?=.)[\W\d]$", "é", "a"),
+            (r"^(?=.)[\W]$", "^", "_"),
+            (r"^(?!x)[^\W]$", "_", "["),
+            (r"^(?!x)\s$", "\u{feff}", "\u{85}"),
+            (r"^(?!x)[\S]$", "\u{85}", "\u{2003}"),
+            (r"^(?!x)[\D]$", "٥", "5"),
+            (r"^(?!x)[\w-.]+$", "a-.", "a/"),
+            ("^.$", "\u{85}", "\r"),
+            ("^a.b$", "a\u{b}b", "a\u{2028}b"),
+            (r"^(?s:.)$", "\n", ""),
+        ] {
+            assert!(takes.is_empty() || taken(pattern, takes), "{pattern}: {takes:?}");
+            assert!(!taken(pattern, does_not), "{pattern}: {does_not:?}");
         }
     }
 
