@@ -32,6 +32,7 @@ use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use forge_log::Seldom;
 use forge_protocol::broker::{Standing, ToolSpec};
 use forge_protocol::name::{RESERVED_SERVERS, ToolName};
 use rustix::fs::FlockOperation;
@@ -160,11 +161,15 @@ struct Written {
 
 /// Which file was read: another one has another of these.
 type Stamp = (u64, u64, u64, i64, i64);
+/// The same, and whose it is and who may write it.
+type Change = (Stamp, i64, i64);
 
 #[derive(Debug, Default)]
 struct Book {
     pins: BTreeMap<String, Pin>,
     stamp: Option<Stamp>,
+    /// As it was when it could not be used.
+    wrong: Option<Change>,
 }
 
 /// The approved definitions.
@@ -393,16 +398,35 @@ impl Reviews {
         if RESERVED_SERVERS.contains(&tool.name().server()) {
             return Ok(());
         }
+        // A program may call without end, and a file that is wrong is read but once.
+        if self.is_known_to_fail() {
+            return Err(Unreviewed::Failed);
+        }
         self.refresh().map_err(|error| {
-            tracing::error!(%error, "the reviews fail");
+            static SAID: Seldom = Seldom::each_second();
+            if SAID.is_due() {
+                tracing::error!(%error, "the reviews fail");
+            }
+            self.book.lock().unwrap_or_else(PoisonError::into_inner).wrong = self.change();
             Unreviewed::Failed
         })?;
+        // One that was granted had a pin, which somebody has taken away if it is new.
         match self.standing(tool) {
             Standing::Approved => Ok(()),
-            // As it is when it is granted: whoever sees it next has it pinned.
-            Standing::New if self.mode == Mode::FirstUse => Ok(()),
             standing => Err(Blocked { tool: tool.name().clone(), standing }.into()),
         }
+    }
+
+    /// Whether the file is the one that a call has found to be wrong.
+    fn is_known_to_fail(&self) -> bool {
+        let wrong = self.book.lock().unwrap_or_else(PoisonError::into_inner).wrong;
+        wrong.is_some() && wrong == self.change()
+    }
+
+    /// What is another once anything of the file is: its owner and mode too.
+    fn change(&self) -> Option<Change> {
+        let metadata = fs::metadata(self.file()?).ok()?;
+        Some((stamp(&metadata), metadata.ctime(), metadata.ctime_nsec()))
     }
 
     /// Approves the present definitions of these. How many were not approved
@@ -507,7 +531,7 @@ impl Reviews {
             failed(source)
         })?;
         let mut book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
-        *book = Book { pins: written.tools, stamp: Some(stamp(&metadata)) };
+        *book = Book { pins: written.tools, stamp: Some(stamp(&metadata)), wrong: None };
         Ok(())
     }
 }
@@ -536,7 +560,7 @@ fn read(file: &Path) -> Result<Book, ReviewError> {
                 (name, pin)
             };
             let pins = tools.into_iter().map(reckoned).collect();
-            Ok(Book { pins, stamp: Some(stamp(&metadata)) })
+            Ok(Book { pins, stamp: Some(stamp(&metadata)), wrong: None })
         }
         _ => Err(ReviewError::Malformed { file: file.to_owned() }),
     }

@@ -241,7 +241,7 @@ impl Shared {
                 return Err(BrokerError::Cancelled);
             }
             if patience.is_over() {
-                return Err(BrokerError::OutOfTime);
+                return Err(BrokerError::OutOfTime { asked: false });
             }
             let away = match &state.broker {
                 Ok(broker) => return Ok(Arc::clone(broker)),

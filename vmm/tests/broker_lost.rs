@@ -176,7 +176,7 @@ fn a_broker_that_takes_nothing_is_asked_for_as_long_as_somebody_waits() {
     for _ in 0..64 {
         let patience = Patience::until(Instant::now() + Duration::from_millis(10));
         let error = broker.open_run_for(run.clone(), None, patience).unwrap_err();
-        assert!(matches!(error, BrokerError::OutOfTime), "{error}");
+        assert!(matches!(error, BrokerError::OutOfTime { .. }), "{error}");
     }
     let cancel = Cancel::new().unwrap();
     cancel.raise();
@@ -211,7 +211,7 @@ fn a_broker_that_says_nothing_is_told_of_until_it_answers() {
     // Who has no time says nothing of the broker.
     let soon = Patience::until(Instant::now() + Duration::from_millis(50));
     let late = keeper.with(soon, |broker| broker.metrics(soon)).unwrap_err();
-    assert!(matches!(late, BrokerError::OutOfTime), "{late}");
+    assert!(matches!(late, BrokerError::OutOfTime { .. }), "{late}");
     assert_eq!(keeper.standing().reason, None);
     let silence = ask(&keeper).unwrap_err();
     assert!(matches!(silence, BrokerError::NoAnswer(_)), "{silence}");
@@ -240,7 +240,8 @@ fn a_large_request_to_a_broker_that_stands_still_holds_up_nobody() {
     };
     let tools = || HostedTools { server: "own".into(), tools: vec![tool.clone()] };
     let search = Request::SearchTools { principal: "a".into(), intent: "any".into(), k: 1 };
-    let is_over = |error: BrokerError| assert!(matches!(error, BrokerError::OutOfTime), "{error}");
+    let is_over =
+        |error: BrokerError| assert!(matches!(error, BrokerError::OutOfTime { .. }), "{error}");
     let soon = || Patience::until(Instant::now() + Duration::from_millis(50));
     let stopped = Stopped::stop(broker.id() as i32);
     // It takes the first, which is not answered; what nobody waits for is withdrawn.
@@ -264,7 +265,7 @@ fn a_broker_whose_answer_nobody_took_still_takes_a_large_request() {
     let brokers = Brokers::with("at-length", &[Life::AnswersAtLength]);
     let broker = Broker::start(&brokers.options()).unwrap();
     let over = Patience::until(Instant::now());
-    assert!(matches!(broker.ask_for(&Request::Metrics, over), Err(BrokerError::OutOfTime)));
+    assert!(matches!(broker.ask_for(&Request::Metrics, over), Err(BrokerError::OutOfTime { .. })));
     // It waits until its answer is taken, and reads nothing before.
     eventually("it answers", || brokers.asked() == 1);
     let intent = "x".repeat(LENGTH);

@@ -549,6 +549,7 @@ fn a_door_is_loaded_again_with_all_or_not_at_all() {
     assert!(desk.command(&["keygen", "--out", "others"]).output().unwrap().status.success());
     configure("others/signer.pub", http, "second-token");
     let pid = service.child.id() as i32;
+    // Who reads it has the stack of who did so before.
     bound_memory(pid, mapped_bytes(pid) + (1 << 20));
     hangup(&service);
     says("is not loaded again");

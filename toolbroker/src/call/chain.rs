@@ -912,9 +912,11 @@ mod tests {
         Arc::new(Run::new(RunId([0; 16]), [0; 32], Callable::Any, grant, limits))
     }
 
-    /// Nothing was reviewed.
+    /// Both definitions of the tool are seen, the first of which is approved by it.
     fn reviews() -> Reviews {
-        Reviews::open(crate::review::Mode::FirstUse, None).unwrap()
+        let reviews = Reviews::open(crate::review::Mode::FirstUse, None).unwrap();
+        reviews.see(&[tool(false), tool(true)]).unwrap();
+        reviews
     }
 
     /// Takes a call of so many bytes as far as its grant.

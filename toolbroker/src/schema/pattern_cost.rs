@@ -21,7 +21,7 @@ use std::collections::BTreeSet;
 
 use serde_json::Value;
 
-use super::pattern_read::{BOUNDARY, DOT, NO_BOUNDARY};
+use super::pattern_read::{BEGINNING, BOUNDARY, DOT, END, NO_BOUNDARY};
 
 /// What one pattern may take while it is compiled, all its engines together.
 /// One engine of the largest size has always its room.
@@ -89,7 +89,9 @@ pub(crate) fn compiled_bytes_max(text: &str, engine_bytes: usize) -> Result<usiz
         return Err("it refers to its groups too often");
     }
     // Of these each part is a single class, which is a table and no engine.
-    let others = text.replace(DOT, ".").replace(BOUNDARY, r"\b").replace(NO_BOUNDARY, r"\B");
+    let others = [(DOT, "."), (BOUNDARY, r"\b"), (NO_BOUNDARY, r"\B"), (BEGINNING, ""), (END, "")]
+        .iter()
+        .fold(text.to_owned(), |text, (written, meant)| text.replace(written, meant));
     let engines = engines_max(&others).saturating_mul(engine_bytes);
     Ok(engines.saturating_add(text.len().saturating_mul(BYTES_OF_EACH)))
 }

@@ -104,6 +104,8 @@ pub(super) enum Silence {
     Cancelled,
     /// It did not come in time.
     Over,
+    /// There was no room in time to ask for it: it will not come.
+    Unasked,
     /// It cannot come.
     Broken(BrokerError),
 }
@@ -201,7 +203,10 @@ impl Control {
         patience: Patience<'_>,
     ) -> Result<Reply, Silence> {
         let can_be_withdrawn = request.can_be_withdrawn();
-        let id = self.begin(request, rider, patience)?;
+        let id = self.begin(request, rider, patience).map_err(|silence| match silence {
+            Silence::Over => Silence::Unasked,
+            silence => silence,
+        })?;
         let reply = self.flush(id, patience).and_then(|()| self.wait_for(id, patience));
         if let Err(silence) = &reply {
             lock(&self.answers).waited.remove(&id);
@@ -546,6 +551,19 @@ mod tests {
             assert!(Instant::now() < until, "nobody began to send");
             std::thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    #[test]
+    fn who_finds_no_room_to_ask_is_told_that_nothing_was_asked() {
+        let (control, _far) = pair();
+        let asked = |intent: String| {
+            let request = Request::SearchTools { principal: "alice".into(), intent, k: 1 };
+            let soon = Patience::until(Instant::now() + Duration::from_millis(1));
+            control.ask(request, None, soon).unwrap_err()
+        };
+        // What of it has no room follows it.
+        assert!(matches!(asked("1".repeat(LENGTH)), Silence::Over));
+        assert!(matches!(asked("2".into()), Silence::Unasked));
     }
 
     #[test]

@@ -94,7 +94,10 @@ pub enum BrokerError {
     NoAnswer(Duration),
     /// The same, of somebody who could not wait even that long.
     #[error("the time of the run was over while the toolbroker was asked")]
-    OutOfTime,
+    OutOfTime {
+        /// Whether it was asked, and comes to it when it can.
+        asked: bool,
+    },
     /// Another release answers.
     #[error(transparent)]
     Handshake(#[from] HandshakeError),
@@ -465,8 +468,9 @@ impl Broker {
         let patience = Patience { until, ..asking };
         let silent = |error| match error {
             Silence::Cancelled => BrokerError::Cancelled,
-            Silence::Over if asking.is_over() => BrokerError::OutOfTime,
-            Silence::Over => BrokerError::NoAnswer(most),
+            Silence::Over if asking.is_over() => BrokerError::OutOfTime { asked: true },
+            Silence::Unasked if asking.is_over() => BrokerError::OutOfTime { asked: false },
+            Silence::Over | Silence::Unasked => BrokerError::NoAnswer(most),
             Silence::Broken(error) => error,
         };
         match self.control.ask(request, rider, patience).map_err(silent)? {

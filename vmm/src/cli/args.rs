@@ -32,7 +32,7 @@ pub(crate) enum Command {
     Mcp(Box<McpArgs>),
     /// Make a key pair to sign programs with
     Keygen(KeygenArgs),
-    /// Sign a program; a .wat is assembled first
+    /// Sign a program; text (.wat) is assembled first
     Sign(SignArgs),
     /// Show what a program asks for: its imports are its capabilities
     Inspect(InspectArgs),

@@ -111,8 +111,8 @@ fn asked_for(
     config::table::<LowHttp>(all, "http")?.resolve(folder, principals).map(Some)
 }
 
-/// Everything that is wrong with `[http]` beside this `[service]`; and that nobody could
-/// use it, if that `is_wrong`.
+/// Everything that is wrong with `[http]`; and, if that `is_wrong`, that nobody could use
+/// it, and that it is where this `[service]` is.
 pub(crate) fn faults(
     all: &toml::Table,
     folder: &Path,
@@ -123,10 +123,11 @@ pub(crate) fn faults(
     let (mut faults, rest) = config::sifted::<LowHttp>("http", table);
     match rest.map(|low| low.resolve(folder, &service.options.principals)) {
         Some(Err(fault)) => faults.push(fault),
-        Some(Ok(door)) if service.socket.as_deref().is_some_and(|at| door.is_at(at)) => {
-            faults.push(Fault::at("http.listen", AT_THE_SERVICES));
+        Some(Ok(door)) if is_wrong => {
+            let is_there = service.socket.as_deref().is_some_and(|at| door.is_at(at));
+            faults.extend(is_there.then(|| Fault::at("http.listen", AT_THE_SERVICES)));
+            faults.extend(door.useless());
         }
-        Some(Ok(door)) if is_wrong => faults.extend(door.useless()),
         _ => {}
     }
     faults

@@ -100,7 +100,7 @@ impl CliError {
             Self::Broker(error) => match error {
                 BrokerError::Configuration => Exit::Usage,
                 BrokerError::Refused { kind, .. } => of_refusal(*kind),
-                BrokerError::OutOfTime => Exit::Limit,
+                BrokerError::OutOfTime { .. } => Exit::Limit,
                 BrokerError::Missing(_)
                 | BrokerError::Short
                 | BrokerError::Start(_)

@@ -158,7 +158,7 @@ fn reloaded<'a>(
     ends: &Cancel,
 ) -> Result<(Reloaded, impl FnOnce() + Send + use<'a>), CliError> {
     let (config, mcp_config) = (args.broker.config.as_deref(), args.broker.mcp_config.as_deref());
-    config::is_good(config, mcp_config)?;
+    config::is_good(config, mcp_config, ends)?;
     let options = config::service(config)?.options;
     let http = door::configured(config, &options.principals)?;
     let trust = trust_keys(args)?;
@@ -193,14 +193,15 @@ fn within(pool: config::Pool, descriptors: u64) -> config::Pool {
 }
 
 /// Has the toolbroker take the roles that this file says. One that is away reads it
-/// when it starts, and one that says nothing takes them before whatever is asked later.
+/// when it starts, and one that was asked and says nothing takes them before whatever is
+/// asked later.
 fn load_roles(supervisor: &Supervisor, config: &Path, ends: &Cancel) -> Result<(), CliError> {
     let (file, tables) = (config.display().to_string(), config::roles(config)?);
     let until = Some(Instant::now() + ROLES_TIME_MAX);
     let patience = Patience { until, cancel: Some(ends) };
     match supervisor.ask(&Request::LoadRoles { file, tables }, patience) {
         Ok(_) | Err(BrokerError::Away { .. }) => Ok(()),
-        Err(BrokerError::OutOfTime | BrokerError::NoAnswer(_)) => {
+        Err(BrokerError::OutOfTime { asked: true }) => {
             tracing::warn!("the toolbroker says nothing: it goes by the new roles once it does");
             Ok(())
         }

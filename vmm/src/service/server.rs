@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
 use std::sync::{Arc, mpsc};
@@ -35,6 +36,8 @@ const FAREWELL: Duration = Duration::from_secs(2);
 /// What it takes at most, from its last answer, until the process is gone: a door and a
 /// toolbroker are waited for, each at most so long as they say themselves.
 const END_TIME: Duration = Duration::from_secs(40);
+/// The stack of who reads the configuration again. There is nothing else on it.
+const RELOAD_STACK_BYTES: usize = 1024 * 1024;
 /// Descriptors that are looked at after one wait, and arrivals at each.
 const EVENTS: usize = 64;
 /// The loop's own numbers; connections count from 0.
@@ -214,8 +217,11 @@ impl Server {
             let served = self.serve_and(supervisor, options, &is_loaded, |wake| {
                 let loaded = loaded.clone();
                 let begun = std::thread::Builder::new().name("reload".into());
+                let begun = begun.stack_size(RELOAD_STACK_BYTES);
                 let begun = begun.spawn_scoped(scope, move || {
-                    let _ = loaded.send(load(ends));
+                    // Or nothing would be loaded again.
+                    let all = std::panic::catch_unwind(AssertUnwindSafe(|| load(ends)));
+                    let _ = loaded.send(all.unwrap_or_else(|_| Err("reading it panicked".into())));
                     let _ = wake.write(1);
                 });
                 begun.map(drop)

@@ -144,7 +144,7 @@ impl From<Refused> for Outcome {
                     BrokerError::Away { .. } => RunEnd::Refused(Refusal::BrokerAway),
                     BrokerError::Cancelled => RunEnd::Cancelled,
                     BrokerError::NoLink(_) => RunEnd::Unavailable(Lack::Host),
-                    BrokerError::OutOfTime => RunEnd::Deadline,
+                    BrokerError::OutOfTime { .. } => RunEnd::Deadline,
                     error if error.ends_the_link() => RunEnd::Internal(Fault::BrokerLost),
                     _ => RunEnd::Internal(Fault::Broker),
                 };

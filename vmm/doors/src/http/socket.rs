@@ -223,6 +223,7 @@ pub(crate) async fn open(
     let upgrade = upgrade.max_message_size(MESSAGE_BYTES_MAX).max_frame_size(MESSAGE_BYTES_MAX);
     let Caller { tenant, permit, bearer } = caller;
     let permits = (permit, tenant.socket()?);
+    standing.outlast();
     Ok(upgrade.on_upgrade(move |socket| async move {
         let (sender, said) = mpsc::unbounded_channel();
         let (runs, stuck) = (HashMap::new(), Arc::new(Notify::new()));

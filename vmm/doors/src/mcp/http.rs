@@ -39,6 +39,7 @@ use super::skim::Skim;
 use super::{Door, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX, REQUESTS_MAX, handler};
 use crate::web::guard::Refused;
 use crate::web::listen::After;
+use crate::web::places::Standing;
 use crate::web::token::Unauthenticated;
 use crate::web::{self, Held, Listener, Readiness, Sent, TokenHash};
 
@@ -155,6 +156,8 @@ impl Entrance {
         mut request: Request<Sent>,
         held: &mut Vec<OwnedSemaphorePermit>,
     ) -> Said {
+        // rmcp keeps what a request has with its session, and a place is its connection's.
+        request.extensions_mut().remove::<Arc<Standing>>();
         let headers = request.headers_mut();
         // rmcp looks for both by their names, and for an event without one.
         if accepts_anything(headers) {

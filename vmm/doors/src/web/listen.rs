@@ -191,8 +191,8 @@ pub(crate) async fn serve<S, B>(
         if is_short && refusals.is_due() {
             tracing::warn!(
                 CONNECTIONS_MAX,
-                "no place is left for connections: those that showed no token are closed, or \
-                 new ones refused"
+                "no place is left for connections: those that showed no token are closed, those \
+                 beyond a principal's share, or new ones refused"
             );
         }
         let Some((standing, gives_way, _)) = place else {

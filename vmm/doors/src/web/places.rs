@@ -3,8 +3,8 @@
 //! Whoever reaches a door can open connections and say nothing. So one is a stranger
 //! until a request on it has shown a token, and where no place is left, the stranger who
 //! has been here for longest makes room. Of one holder an eighth of all places is out of
-//! reach for others; with more connections it is a stranger. Only among those who are
-//! known does one more find none.
+//! reach for others; what it has beyond them makes room where strangers have less than that.
+//! Only among those who are known does one more find none.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -38,16 +38,41 @@ pub(super) struct Places {
 }
 
 /// Who has a connection.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Guests {
     /// How many have come, which numbers them.
     count: u64,
-    /// Those who give way, the oldest first.
+    /// Those who have shown no token, the oldest first.
     strangers: BTreeMap<u64, oneshot::Sender<()>>,
+    /// Those beyond their holder's share.
+    surplus: BTreeMap<u64, oneshot::Sender<()>>,
     /// How many stay of each holder that has any.
     staying: HashMap<String, usize>,
     /// How many may.
     of_one_max: usize,
+}
+
+impl Guests {
+    /// Has one give way, if anybody is to. Strangers, who can be as many as they like,
+    /// take no more from a holder than its own share.
+    fn give_way(&mut self) -> Option<()> {
+        let strangers_first = self.strangers.len() >= self.of_one_max;
+        loop {
+            let (_, one) = match strangers_first {
+                true => self.strangers.pop_first().or_else(|| self.surplus.pop_first()),
+                false => self.surplus.pop_first().or_else(|| self.strangers.pop_first()),
+            }?;
+            // Or it is about to leave by itself.
+            if one.send(()).is_ok() {
+                return Some(());
+            }
+        }
+    }
+
+    /// Whether it gives way to nobody from now on.
+    fn keep(&mut self, number: u64) -> bool {
+        self.strangers.remove(&number).or_else(|| self.surplus.remove(&number)).is_some()
+    }
 }
 
 /// One connection that is open: a place among all. Requests have it in their
@@ -70,9 +95,9 @@ pub(super) struct GivesWay(oneshot::Receiver<()>);
 impl Places {
     pub(super) fn new(count: usize, connections: Arc<Connections>) -> Self {
         let of_one_max = (count / SHARE).max(1);
-        let (strangers, staying) = (BTreeMap::new(), HashMap::new());
-        let guests = Arc::new(Mutex::new(Guests { count: 0, strangers, staying, of_one_max }));
-        Self { connections, free: Arc::new(Semaphore::new(count)), guests }
+        let guests = Guests { of_one_max, ..Guests::default() };
+        let free = Arc::new(Semaphore::new(count));
+        Self { connections, free, guests: Arc::new(Mutex::new(guests)) }
     }
 
     /// A place for one more, and whether another gave way to it; [`None`] where there is
@@ -83,9 +108,7 @@ impl Places {
             Ok(place) => (place, false),
             Err(_) => {
                 self.connections.refused.fetch_add(1, Ordering::Relaxed);
-                let (_, stranger) = lock(&self.guests).strangers.pop_first()?;
-                // One that ends by itself leaves its place as well.
-                let _ = stranger.send(());
+                lock(&self.guests).give_way()?;
                 let place = tokio::time::timeout(LEAVING_TIME_MAX, free.acquire_owned()).await;
                 (place.ok()?.ok()?, true)
             }
@@ -124,13 +147,22 @@ impl Standing {
             return;
         }
         let mut guests = lock(&self.guests);
-        let Guests { strangers, staying, of_one_max, .. } = &mut *guests;
-        let own = staying.get(holder).copied().unwrap_or(0);
+        let own = guests.staying.get(holder).copied().unwrap_or(0);
+        if own >= guests.of_one_max {
+            if let Some(tell) = guests.strangers.remove(&self.number) {
+                guests.surplus.insert(self.number, tell);
+            }
         // One that was told to give way does so.
-        if own < *of_one_max && strangers.remove(&self.number).is_some() {
-            staying.insert(holder.to_owned(), own + 1);
+        } else if guests.keep(self.number) {
+            guests.staying.insert(holder.to_owned(), own + 1);
             let _ = self.holder.set(holder.to_owned());
         }
+    }
+
+    /// Has it stay as what it has become, which is bounded by itself and gives way to
+    /// nobody.
+    pub(crate) fn outlast(&self) {
+        lock(&self.guests).keep(self.number);
     }
 
     /// How many bytes have come, of whatever is not whole yet, too.
@@ -143,7 +175,7 @@ impl Drop for Standing {
     fn drop(&mut self) {
         {
             let mut guests = lock(&self.guests);
-            guests.strangers.remove(&self.number);
+            guests.keep(self.number);
             if let Some(holder) = self.holder.take()
                 && let Some(own) = guests.staying.get_mut(&holder)
             {
@@ -236,6 +268,9 @@ mod tests {
         let (newcomer, ..) = newcomer.await.unwrap().unwrap();
         newcomer.stay("b");
 
+        // Who outlasts its connection gives way to nobody, and takes no share.
+        here[12].0.outlast();
+        assert!(!lock(&places.guests).keep(here[12].0.number));
         // With one of the first gone another stays, once it asks again.
         drop(here.remove(0));
         here[3].0.stay("a");
@@ -244,7 +279,44 @@ mod tests {
         assert_eq!(staying, HashMap::from([("a".to_owned(), 2), ("b".to_owned(), 1)]));
         drop((here, newcomer));
         let guests = lock(&places.guests);
-        assert!(guests.staying.is_empty() && guests.strangers.is_empty());
+        assert!(guests.staying.is_empty() && guests.surplus.is_empty());
+    }
+
+    #[tokio::test]
+    async fn however_many_strangers_come_a_holder_loses_no_more_than_a_share_to_them() {
+        let places = Arc::new(Places::new(16, Arc::default()));
+        let mut holders = Vec::new();
+        for _ in 0..15 {
+            let (standing, gives_way, _) = places.take().await.unwrap();
+            standing.stay("a");
+            holders.push((standing, tokio::spawn(gives_way.told())));
+        }
+        let come = |times: usize| {
+            let places = Arc::clone(&places);
+            async move {
+                let mut last = None;
+                for _ in 0..times {
+                    let (standing, gives_way, _) = places.take().await.unwrap();
+                    // It leaves as it is told to.
+                    let left = tokio::spawn(async move {
+                        gives_way.told().await;
+                        drop(standing);
+                    });
+                    last = Some(left);
+                }
+                last
+            }
+        };
+        let leaving = tokio::spawn(come(100));
+        let mut gone = 0;
+        while !leaving.is_finished() {
+            tokio::task::yield_now().await;
+            holders.retain(|(_, told)| {
+                gone += usize::from(told.is_finished());
+                !told.is_finished()
+            });
+        }
+        assert_eq!((gone, holders.len()), (1, 14), "strangers have two places");
     }
 
     #[tokio::test]

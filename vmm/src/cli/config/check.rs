@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use forge_document::{Lines, place};
 use forge_vmm::broker::{Broker, BrokerError};
+use forge_vmm::cancel::Cancel;
 use forge_vmm::isolation::Isolation;
 use forge_vmm::keys;
 use forge_vmm::link::{Patience, wait};
@@ -68,7 +69,9 @@ fn check(args: &ConfigCheckArgs) -> Result<ExitCode, CliError> {
         (Some(file), _) => file.as_path(),
         (None, None) => Path::new("forge.toml"),
         // All of that is the toolbroker's.
-        (None, Some(file)) => return tell(args, file, &brokers(None, Some(file), None)?),
+        (None, Some(file)) => {
+            return tell(args, file, &brokers(None, Some(file), None, Of::Everybody)?);
+        }
     };
     let read = read_text(file);
     if args.json
@@ -93,12 +96,26 @@ fn check(args: &ConfigCheckArgs) -> Result<ExitCode, CliError> {
 }
 
 /// Whose reading of a file is checked.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Of {
+#[derive(Clone, Copy)]
+enum Of<'a> {
     /// Every command's.
     Everybody,
-    /// A service's and its toolbroker's.
-    AService,
+    /// A service's and its toolbroker's, until this is raised.
+    AService(&'a Cancel),
+}
+
+impl<'a> Of<'a> {
+    fn is_everybody(self) -> bool {
+        matches!(self, Self::Everybody)
+    }
+
+    fn patience(self) -> Patience<'a> {
+        let until = Some(Instant::now() + CHECK_TIME_MAX);
+        match self {
+            Self::Everybody => Patience { until, cancel: None },
+            Self::AService(ends) => Patience { until, cancel: Some(ends) },
+        }
+    }
 }
 
 /// Whether a service could be started with these files: a reload that reads a part of it
@@ -106,10 +123,15 @@ enum Of {
 ///
 /// # Errors
 /// [`CliError::Usage`] with the first thing that is wrong.
-pub(crate) fn is_good(config: Option<&Path>, mcp_config: Option<&Path>) -> Result<(), CliError> {
+pub(crate) fn is_good(
+    config: Option<&Path>,
+    mcp_config: Option<&Path>,
+    ends: &Cancel,
+) -> Result<(), CliError> {
+    let of = Of::AService(ends);
     let faults = match config {
-        Some(file) => faults(file, &read_text(file)?, mcp_config, Of::AService)?,
-        None if mcp_config.is_some() => brokers(None, mcp_config, None)?,
+        Some(file) => faults(file, &read_text(file)?, mcp_config, of)?,
+        None if mcp_config.is_some() => brokers(None, mcp_config, None, of)?,
         None => Vec::new(),
     };
     match faults.as_slice() {
@@ -129,13 +151,13 @@ fn faults(
     file: &Path,
     text: &str,
     mcp_config: Option<&Path>,
-    of: Of,
+    of: Of<'_>,
 ) -> Result<Vec<Told>, CliError> {
     let mut faults: Vec<Told> = match tables(text) {
         Ok(all) => {
             let lines = Lines::of(text);
             let (ours, user) = supervisors(&all, file.parent().unwrap_or(Path::new("")), of);
-            let theirs = brokers(Some(file), mcp_config, user)?;
+            let theirs = brokers(Some(file), mcp_config, user, of)?;
             let mut known = BTreeSet::new();
             let ours = ours.into_iter().map(|fault| told(file, line_of(&fault, &lines), fault));
             // What both read, both complain of: the toolbroker says it better.
@@ -178,7 +200,7 @@ fn tell(args: &ConfigCheckArgs, file: &Path, faults: &[Told]) -> Result<ExitCode
 fn supervisors(
     all: &toml::Table,
     folder: &Path,
-    of: Of,
+    of: Of<'_>,
 ) -> (Vec<Fault>, Option<forge_vmm::user::User>) {
     let mut faults = Vec::new();
     // What is good in a table; the rest is noted.
@@ -207,7 +229,8 @@ fn supervisors(
     faults.extend(vm.faults());
     let pool: pool::LowPool = read(all, "pool", &mut faults);
     faults.extend(pool.faults());
-    if vm.isolation == Some(Isolation::Process) && pool.resets() {
+    // A service may have been told otherwise on its command line.
+    if of.is_everybody() && vm.isolation == Some(Isolation::Process) && pool.resets() {
         faults.push(Fault::at("pool.reuse", NO_RESET));
     }
     let limits: limits::LowLimits = read(all, "limits", &mut faults);
@@ -215,7 +238,7 @@ fn supervisors(
     let mcp: McpConfig = read(all, "mcp", &mut faults);
     // It and the keys that programs are signed with are `forge-vmm mcp`'s, which may be
     // another user's.
-    if of == Of::Everybody {
+    if of.is_everybody() {
         faults.extend(mcp.faults());
     }
     let low: service::LowService = read(all, "service", &mut faults);
@@ -235,7 +258,7 @@ fn supervisors(
     let service = service::resolve(low, principals, folder, &mut faults);
     let principals = &service.options.principals;
     for (name, principal) in &principals.0 {
-        if of == Of::Everybody
+        if of.is_everybody()
             && let Some(key) = &principal.sign_with
             && let Err(error) = keys::read_signer(key)
         {
@@ -245,7 +268,7 @@ fn supervisors(
     // Whether anybody could use the door is not known of principals that cannot be
     // read.
     let unread = faults.iter().any(|fault| fault.is_within("principals"));
-    let door = door::faults(all, folder, &service, of == Of::Everybody).into_iter();
+    let door = door::faults(all, folder, &service, of.is_everybody()).into_iter();
     faults.extend(door.filter(|fault| !(unread && fault.field.as_deref() == Some("http"))));
     (faults, user)
 }
@@ -255,6 +278,7 @@ fn brokers(
     config: Option<&Path>,
     mcp_config: Option<&Path>,
     user: Option<forge_vmm::user::User>,
+    of: Of<'_>,
 ) -> Result<Vec<Told>, CliError> {
     let broker = Broker::executable().map_err(BrokerError::Start)?;
     if !broker.is_file() {
@@ -276,7 +300,8 @@ fn brokers(
         Some(uid) => BrokerError::StartAs { uid, executable: broker.clone(), source },
         None => BrokerError::Start(source),
     })?;
-    let said = child.stdout.take().map_or_else(|| Ok(Vec::new()), all_in_time);
+    let said =
+        child.stdout.take().map_or_else(|| Ok(Vec::new()), |said| all_in_time(said, of.patience()));
     if said.is_err() {
         let _ = child.kill();
     }
@@ -290,9 +315,8 @@ fn brokers(
     Ok(serde_json::from_slice(&said).map_err(unreadable)?)
 }
 
-/// All that is said there, within [`CHECK_TIME_MAX`].
-fn all_in_time(mut from: ChildStdout) -> io::Result<Vec<u8>> {
-    let patience = Patience::until(Instant::now() + CHECK_TIME_MAX);
+/// All that is said there, as long as patience lasts.
+fn all_in_time(mut from: ChildStdout, patience: Patience<'_>) -> io::Result<Vec<u8>> {
     let (mut said, mut buffer) = (Vec::new(), [0; 4096]);
     loop {
         wait(from.as_raw_fd(), libc::POLLIN, patience).map_err(|error| match error.kind() {
