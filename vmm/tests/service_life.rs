@@ -343,7 +343,7 @@ fn a_reload_that_a_toolbroker_does_not_hear_keeps_nobody_waiting_and_holds_once_
     let service = Service::listening(child, desk.socket());
     let mut client = service.client();
     assert_eq!(run(&mut client, &hashes())["kind"], "");
-    let broker = broker_pid(&standing(&mut client)).unwrap() as i32;
+    let broker = broker_pid(&standing(&mut client)).unwrap();
     let stop = |with| {
         // SAFETY: a plain system call; the process is this test's service's own.
         assert_eq!(unsafe { libc::kill(broker, with) }, 0);
