@@ -286,12 +286,12 @@ impl Schema {
     /// 2020-12 holds where `$schema` names no other.
     fn compile(schema: &Value, of: Of, room: &mut CompiledRoom) -> Result<Self, String> {
         let meant = as_meant(schema, of);
-        let as_written = as_meant(schema, Of::Whole);
-        let mut compiled = Self::compiled(meant.clone(), room)?;
-        if as_written != meant {
-            // Without room for it what may be left out counts alone.
-            compiled.as_written = Self::compiled(as_written, room).ok().map(Box::new);
-        }
+        let as_written = (of == Of::FilledIn && refers(schema))
+            .then(|| as_meant(schema, Of::Whole))
+            .filter(|as_written| *as_written != meant);
+        let mut compiled = Self::compiled(meant, room)?;
+        // Without room for it what may be left out counts alone.
+        compiled.as_written = as_written.and_then(|it| Self::compiled(it, room).ok()).map(Box::new);
         Ok(compiled)
     }
 
@@ -400,6 +400,17 @@ impl Schema {
             )));
         }
         Err(Violations::of(self.validator.iter_errors(value), whole))
+    }
+}
+
+/// Whether there may be references in a schema, which lead where less may be asked.
+fn refers(schema: &Value) -> bool {
+    match schema {
+        Value::Array(items) => items.iter().any(refers),
+        Value::Object(members) => members.iter().any(|(key, member)| {
+            matches!(key.as_str(), "$ref" | "$dynamicRef" | "$recursiveRef") || refers(member)
+        }),
+        _ => false,
     }
 }
 
@@ -698,8 +709,13 @@ mod tests {
         }
         // What has a default may be left out behind a reference as elsewhere.
         assert!(takes(&a, &json!({})) && !takes(&a, &json!({"city": 7})));
-        assert!(tool(json!({"properties": {"x": of_one("city")}})).arguments.as_written.is_some());
-        assert!(tool(json!({"properties": {"x": {"default": 1}}})).arguments.as_written.is_none());
+        // It takes no room twice where nothing refers to anything, or nothing may be left out.
+        for schema in [
+            json!({"properties": {"x": of_one("city")}}),
+            json!({"properties": {"x": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"default": 1}}}),
+        ] {
+            assert!(tool(schema).arguments.as_written.is_none());
+        }
     }
 
     #[test]

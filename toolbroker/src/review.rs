@@ -407,7 +407,6 @@ impl Reviews {
             if SAID.is_due() {
                 tracing::error!(%error, "the reviews fail");
             }
-            self.book.lock().unwrap_or_else(PoisonError::into_inner).wrong = self.change();
             Unreviewed::Failed
         })?;
         // One that was granted had a pin, which somebody has taken away if it is new.
@@ -417,16 +416,11 @@ impl Reviews {
         }
     }
 
-    /// Whether the file is the one that a call has found to be wrong.
+    /// Whether the file is one that was found to be wrong.
     fn is_known_to_fail(&self) -> bool {
         let wrong = self.book.lock().unwrap_or_else(PoisonError::into_inner).wrong;
-        wrong.is_some() && wrong == self.change()
-    }
-
-    /// What is another once anything of the file is: its owner and mode too.
-    fn change(&self) -> Option<Change> {
-        let metadata = fs::metadata(self.file()?).ok()?;
-        Some((stamp(&metadata), metadata.ctime(), metadata.ctime_nsec()))
+        let now = || fs::metadata(self.file()?).ok().map(|metadata| change(&metadata));
+        wrong.is_some_and(|wrong| now() == Some(wrong))
     }
 
     /// Approves the present definitions of these. How many were not approved
@@ -473,8 +467,16 @@ impl Reviews {
         let Some(file) = self.file() else { return Ok(()) };
         let mut book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
         match fs::metadata(&file) {
-            Ok(metadata) if book.stamp == Some(stamp(&metadata)) => {}
-            Ok(_) => *book = read(&file)?,
+            Ok(metadata) if book.stamp == Some(stamp(&metadata)) => book.wrong = None,
+            Ok(metadata) => match read(&file) {
+                Ok(read) => *book = read,
+                Err(error) => {
+                    // What the host could not read now it may read the next time.
+                    let is_of_the_file = !matches!(error, ReviewError::Io { .. });
+                    book.wrong = is_of_the_file.then(|| change(&metadata));
+                    return Err(error);
+                }
+            },
             Err(error) if error.kind() == io::ErrorKind::NotFound => *book = Book::default(),
             Err(source) => return Err(ReviewError::Io { file, source }),
         }
@@ -534,6 +536,10 @@ impl Reviews {
         *book = Book { pins: written.tools, stamp: Some(stamp(&metadata)), wrong: None };
         Ok(())
     }
+}
+
+fn change(metadata: &Metadata) -> Change {
+    (stamp(metadata), metadata.ctime(), metadata.ctime_nsec())
 }
 
 fn stamp(metadata: &Metadata) -> Stamp {
@@ -703,6 +709,37 @@ mod tests {
             fs::write(&file, text).unwrap();
             assert!(matches!(open(), ReviewError::Malformed { .. }), "{text}");
         }
+    }
+
+    #[test]
+    fn a_file_that_is_wrong_is_read_once_for_all_calls_and_again_once_it_is_another() {
+        let folder = tempfile::tempdir().unwrap();
+        let (reviews, file) = (first_use(folder.path()), folder.path().join(REVIEWS_FILE));
+        let tool = tool("find", "Finds.");
+        reviews.see(&[Arc::clone(&tool)]).unwrap();
+        let good = fs::read(&file).unwrap();
+        let wrong = || reviews.book.lock().unwrap().wrong;
+        fs::write(&file, "?").unwrap();
+        for _ in 0..2 {
+            assert_eq!(reviews.check_call(&tool), Err(Unreviewed::Failed));
+            assert!(wrong().is_some());
+        }
+        fs::write(&file, &good).unwrap();
+        assert_eq!(reviews.check_call(&tool), Ok(()));
+        // Its mode alone, there and back.
+        for (mode, checked) in [(0o620, Err(Unreviewed::Failed)), (0o600, Ok(()))] {
+            fs::write(&file, &good).unwrap();
+            fs::set_permissions(&file, Permissions::from_mode(mode)).unwrap();
+            assert_eq!(reviews.check_call(&tool), checked);
+        }
+        // What the host does not let be read is looked at each time.
+        fs::remove_file(&file).unwrap();
+        fs::create_dir(&file).unwrap();
+        assert_eq!(reviews.check_call(&tool), Err(Unreviewed::Failed));
+        assert_eq!(wrong(), None);
+        fs::remove_dir(&file).unwrap();
+        let blocked = reviews.check_call(&tool);
+        assert!(matches!(blocked, Err(Unreviewed::Blocked(_))), "{blocked:?}");
     }
 
     #[test]

@@ -105,9 +105,11 @@ fn say_any(schema: &mut Map<String, Value>, has: Has) {
 }
 
 /// Whether a keyword that nothing is held against is not of its type. It says nothing
-/// then, and the drafts' own schemas refuse it.
+/// then, and the drafts' own schemas refuse it. An object may be a schema of that name, in
+/// a place that no draft knows and a reference leads to.
 fn is_no_remark(keyword: &str, said: &Value) -> bool {
     match keyword {
+        _ if said.is_object() => false,
         "title" | "description" | "$comment" | "format" | "contentEncoding"
         | "contentMediaType" => !said.is_string(),
         "deprecated" | "readOnly" | "writeOnly" => !said.is_boolean(),
@@ -197,7 +199,7 @@ mod tests {
             (
                 json!({"title": 5, "properties": {"examples": {"examples": "x", "format": 5,
                     "deprecated": "use b", "readOnly": "true", "writeOnly": 1, "$comment": ["c"],
-                    "description": ["d"], "contentEncoding": {}, "contentMediaType": []}}}),
+                    "description": ["d"], "contentEncoding": 1, "contentMediaType": []}}}),
                 json!({"properties": {"examples": {}}}),
             ),
         ] {
@@ -236,6 +238,7 @@ mod tests {
                    "minimum": 0, "exclusiveMinimum": true}),
             json!({"title": "t", "deprecated": true, "examples": [5], "format": "email"}),
             json!({"const": {"title": 5}, "properties": {"title": {}, "deprecated": false}}),
+            json!({"components": {"title": {"type": "string"}}}),
             json!({"required": "a"}),
             json!({"dependentRequired": {"items": ["a"], "required": ["b"]}}),
             json!({"dependencies": {"items": ["a"]}}),

@@ -455,7 +455,8 @@ mod tests {
         let stands = ZygoteReady::Ok(Jailed { procfs: true, landlock_abi: None });
         say(&mut theirs, Kind::ZygoteReady, &stands, None);
         let makes = std::thread::spawn(move || {
-            theirs.receive(|kind| kind == Kind::Fork, Patience::default()).unwrap();
+            let patience = Patience::until(Instant::now() + Duration::from_secs(60));
+            theirs.receive(|kind| kind == Kind::Fork, patience).unwrap();
             let worker = theirs.take_passed();
             let process = File::open("/dev/null").unwrap();
             say(&mut theirs, Kind::Zygoted, &Zygoted::Ok(()), Some(&process));
@@ -464,7 +465,7 @@ mod tests {
         });
         let job = job(false);
         let task = Task { tenant: "a", job: &job, broker: None, prepared: None, tell: None };
-        let soon = Patience::until(Instant::now() + Duration::from_secs(1));
+        let soon = Patience::until(Instant::now() + Duration::from_secs(3));
         match pool.carry_out_afresh(&task, soon) {
             Err(Unserved::Ended { fate: Fate::Deadline, vm: None }) => {}
             other => panic!("{other:?}"),
