@@ -270,6 +270,8 @@ mod tests {
 
     #[test]
     fn a_client_has_so_many_numbers_and_each_once() {
+        // Each has a descriptor, as in a service.
+        crate::jail::privileges::raise_descriptors().unwrap();
         let live = Live::default();
         let enter = |number| live.enter_question(number, &Question::Status);
         let kind = |number| enter(number).unwrap_err().kind();
