@@ -16,7 +16,7 @@ mod serving;
 
 use std::fs;
 use std::io::Write as _;
-use std::os::fd::AsRawFd as _;
+use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd, RawFd};
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt as _;
@@ -83,19 +83,23 @@ fn a_service_manager_passes_the_socket_and_is_told() {
     // Its descriptor 3, and variables that name its process.
     let script = "LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" serve --trust signer.pub --state state \
                   --ready 0 --ready-max 0";
-    let mut command = Command::new("/bin/sh");
-    command.args(["-c", script, FORGE]).current_dir(desk.folder()).stdin(Stdio::null());
-    command.env("NOTIFY_SOCKET", desk.path("notify"));
-    let passed = listener.as_raw_fd();
-    // SAFETY: one plain system call between fork and exec.
-    unsafe {
-        command.pre_exec(move || {
-            let done =
-                if passed == 3 { libc::fcntl(3, libc::F_SETFD, 0) } else { libc::dup2(passed, 3) };
+    let serves = |passed: RawFd| {
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", script, FORGE]).current_dir(desk.folder()).stdin(Stdio::null());
+        command.env("NOTIFY_SOCKET", desk.path("notify"));
+        let pass = move || {
+            // SAFETY: plain system calls on a descriptor that is open.
+            let done = unsafe {
+                if passed == 3 { libc::fcntl(3, libc::F_SETFD, 0) } else { libc::dup2(passed, 3) }
+            };
             if done < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
-        })
+        };
+        // SAFETY: one plain system call between fork and exec.
+        unsafe { command.pre_exec(pass) };
+        command
     };
-    let mut service = Service { child: command.spawn().unwrap(), socket: desk.socket() };
+    let child = serves(listener.as_raw_fd()).spawn().unwrap();
+    let mut service = Service { child, socket: desk.socket() };
     drop(listener);
     assert_eq!(hears(), "READY=1");
     service.serves();
@@ -120,16 +124,23 @@ fn a_service_manager_passes_the_socket_and_is_told() {
     assert!(desk.socket().exists(), "the socket is the manager's");
 
     // One for messages serves nobody.
-    let packets = desk.path("packets");
-    let script = format!(
-        "import os, socket\ns = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n\
-         s.bind('{}')\ns.listen()\nos.dup2(s.fileno(), 3)\nos.set_inheritable(3, True)\n\
-         os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS='1')\n\
-         os.execv('{FORGE}', ['{FORGE}', 'serve', '--trust', 'signer.pub', '--state', 'state'])",
-        packets.display()
-    );
-    let mut command = Command::new("python3");
-    let served = command.args(["-c", &script]).current_dir(desk.folder()).output().unwrap();
+    // SAFETY: a plain system call, whose descriptor is nobody else's.
+    let packets = unsafe {
+        OwnedFd::from_raw_fd(libc::socket(
+            libc::AF_UNIX,
+            libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC,
+            0,
+        ))
+    };
+    let family = libc::AF_UNIX as libc::sa_family_t;
+    // SAFETY: a plain system call on an open descriptor, with the family alone, for which
+    // the kernel finds an address (unix(7), Autobind).
+    let bound = unsafe {
+        libc::bind(packets.as_raw_fd(), (&raw const family).cast(), size_of_val(&family) as u32)
+    };
+    // SAFETY: a plain system call on an open descriptor.
+    assert_eq!((bound, unsafe { libc::listen(packets.as_raw_fd(), 1) }), (0, 0));
+    let served = serves(packets.as_raw_fd()).output().unwrap();
     let said = String::from_utf8_lossy(&served.stderr);
     assert!(served.status.code() == Some(2) && said.contains("for streams"), "{said}");
 }
