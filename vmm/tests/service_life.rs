@@ -291,18 +291,27 @@ fn a_reload_names_what_it_does_not_load() {
     assert_eq!(standing(&mut service.client())["bounds"]["runs_max"], 8);
 }
 
+/// A configuration in which `local` has this role, `clerk` or `guest`.
+fn of_role(of_local: &str, runs_max: u32) -> String {
+    let roles = "[roles.clerk]\ntools = ['crypto.hash']\n[roles.guest]\ntools = []\n";
+    let local = format!("[principals.local]\nroles = ['{of_local}']\n");
+    format!("{roles}{local}[service]\nruns_max = {runs_max}\n")
+}
+
+/// A service by that file, whose log is in another.
+fn serves_logged(desk: &desk::Desk) -> Service {
+    let log = fs::File::create(desk.path("log")).unwrap();
+    let child = desk.serves(&["--config", "forge.toml"]).stderr(log).spawn().unwrap();
+    Service::listening(child, desk.socket())
+}
+
 fn a_role_that_is_taken_away_is_lost_to_all_that_begins_after_the_reload() {
     let desk = desk();
     let configured = |of_local: &str, runs_max: u32| {
-        let roles = "[roles.clerk]\ntools = ['crypto.hash']\n[roles.guest]\ntools = []\n";
-        let local = format!("[principals.local]\nroles = ['{of_local}']\n");
-        let text = format!("{roles}{local}[service]\nruns_max = {runs_max}\n");
-        fs::write(desk.path("forge.toml"), text).unwrap();
+        fs::write(desk.path("forge.toml"), of_role(of_local, runs_max)).unwrap();
     };
     configured("clerk", 3);
-    let log = fs::File::create(desk.path("log")).unwrap();
-    let child = desk.serves(&["--config", "forge.toml"]).stderr(log).spawn().unwrap();
-    let service = Service::listening(child, desk.socket());
+    let service = serves_logged(&desk);
     runtime().block_on(async {
         let client = forge_client::Client::connect(&service.socket).await.unwrap();
         let kind = async |order: &Order| report(&client.run(order).await.unwrap())["kind"].clone();
@@ -343,15 +352,10 @@ fn a_role_that_is_taken_away_is_lost_to_all_that_begins_after_the_reload() {
 fn a_reload_that_a_toolbroker_does_not_hear_keeps_nobody_waiting_and_holds_once_it_does() {
     let desk = desk();
     let configured = |of_local: &str, runs_max: u32| {
-        let roles = "[roles.clerk]\ntools = ['crypto.hash']\n[roles.guest]\ntools = []\n";
-        let local = format!("[principals.local]\nroles = ['{of_local}']\n");
-        let text = format!("{roles}{local}[service]\nruns_max = {runs_max}\n");
-        fs::write(desk.path("forge.toml"), text).unwrap();
+        fs::write(desk.path("forge.toml"), of_role(of_local, runs_max)).unwrap();
     };
     configured("clerk", 3);
-    let log = fs::File::create(desk.path("log")).unwrap();
-    let child = desk.serves(&["--config", "forge.toml"]).stderr(log).spawn().unwrap();
-    let service = Service::listening(child, desk.socket());
+    let service = serves_logged(&desk);
     let mut client = service.client();
     assert_eq!(run(&mut client, &hashes())["kind"], "");
     let broker = broker_pid(&standing(&mut client)).unwrap();

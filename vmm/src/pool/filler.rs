@@ -126,11 +126,7 @@ mod tests {
 
     #[test]
     fn a_program_that_hangs_while_it_is_prepared_keeps_the_pool_from_nothing_for_long() {
-        let options = PoolOptions { ready_max: 1, ..PoolOptions::default() };
-        let pool = Pool::new(&TrustKeys::new([]).unwrap(), options).unwrap();
-        let mut theirs = begin_zygote(&pool.shared.maker);
-        let stands = ZygoteReady::Ok(Jailed { procfs: true, landlock_abi: None });
-        say(&mut theirs, Kind::ZygoteReady, &stands, None);
+        let (pool, mut theirs) = pool_of(PoolOptions { ready_max: 1, ..PoolOptions::default() });
         let limits = RunLimits::default();
         let program = ProgramKey { digest: [1; 32], signer: [0; 32], limits: limits.clone() };
         let key = Key { tenant: "a".into(), ram_bytes: 1 << 20, program: Some(program) };
@@ -153,11 +149,7 @@ mod tests {
 
     #[test]
     fn a_vm_that_is_prepared_ahead_has_the_memory_of_its_programs_limits() {
-        let options = PoolOptions { ready_max: 1, ..PoolOptions::default() };
-        let pool = Pool::new(&TrustKeys::new([]).unwrap(), options).unwrap();
-        let mut theirs = begin_zygote(&pool.shared.maker);
-        let stands = ZygoteReady::Ok(Jailed { procfs: true, landlock_abi: None });
-        say(&mut theirs, Kind::ZygoteReady, &stands, None);
+        let (pool, mut theirs) = pool_of(PoolOptions { ready_max: 1, ..PoolOptions::default() });
         let limits = RunLimits::default();
         let program = ProgramKey { digest: [1; 32], signer: [0; 32], limits: limits.clone() };
         let ram_bytes = 2 * pool.shared.stock.usual_ram_bytes();
