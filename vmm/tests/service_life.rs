@@ -28,6 +28,7 @@ use forge_protocol::broker::{Authority, GrantRequest};
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Kind};
 use forge_protocol::handshake::{Hello, Role};
+use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::service::{Finished, Order, Query, Question, Reply, Submit};
 use processes::{Process, child_named, descendants_of, is_busy, is_gone, wait_for};
@@ -56,6 +57,7 @@ fn main() -> ExitCode {
             a_signal_drains_and_a_second_ends_at_once,
             a_service_ends_after_its_broker_has_followed_what_it_dispatched,
             an_interrupt_at_the_terminal_lets_calls_go_on_while_it_drains,
+            a_zygote_that_says_nothing_is_told_of_and_its_runs_may_come_again,
             a_zygote_that_was_stopped_ends_with_its_service,
             the_service_is_gone_with_all_it_started_however_it_ends,
         ],
@@ -578,6 +580,29 @@ fn an_interrupt_at_the_terminal_lets_calls_go_on_while_it_drains() {
         eventually("its tools hear of it", || lines(&log, "never cancelled") == 3);
     });
     assert!(service.child.wait().unwrap().success());
+}
+
+fn a_zygote_that_says_nothing_is_told_of_and_its_runs_may_come_again() {
+    let desk = desk();
+    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    service.serves();
+    let zygote = child_named(service.child.id(), "forge-vmm-zygote").unwrap() as i32;
+    signal_to(zygote, libc::SIGSTOP);
+    let mut client = service.client();
+    let ends = || {
+        let limits = RunLimits { wall_ms: 300, ..RunLimits::default() };
+        let report = run(&mut service.client(), &Order { limits, ..submit(ECHO, "1") });
+        format!("{}/{}", report["status"].as_str().unwrap(), report["kind"].as_str().unwrap())
+    };
+    // It may be that this run had too little time.
+    assert_eq!(ends(), "limit/deadline");
+    assert_eq!(standing(&mut client)["state"], "serving");
+    eventually("the service says so", || standing(&mut client)["state"] == "recovering");
+    assert!(standing(&mut client)["pool"]["silent_s"].as_u64() >= Some(5));
+    assert_eq!(ends(), "unavailable/kvm");
+    signal_to(zygote, libc::SIGCONT);
+    eventually("it answers, with nobody there", || standing(&mut client)["state"] == "serving");
+    service.serves();
 }
 
 fn a_zygote_that_was_stopped_ends_with_its_service() {

@@ -131,6 +131,10 @@ pub(super) fn frame(service: &Path, status: &Value, rate: Option<f64>) -> String
     for weakness in pool["weaknesses"].as_array().into_iter().flatten() {
         let _ = writeln!(text, "weaker   {}", word(weakness));
     }
+    if let Some(silent) = pool["silent_s"].as_u64() {
+        let silent = humantime::format_duration(Duration::from_secs(silent));
+        let _ = writeln!(text, "zygote   has said nothing for {silent}: no VM is made");
+    }
     if pool["resets_disproven"].as_u64().is_some_and(|resets| resets > 0) {
         let _ = writeln!(text, "resets   {} left something", number(&pool["resets_disproven"]));
     }
@@ -174,6 +178,7 @@ mod tests {
             "pool": {
                 "standing": 2, "owned": 1, "target": 3, "ready_max": 16,
                 "weaknesses": ["cpu_not_grouped"], "resets_disproven": 0,
+                "silent_s": 9,
             },
             "latency": {
                 "last_minute": { "runs": 0 },
@@ -191,7 +196,8 @@ mod tests {
             "since the start          5      950 us     12.5 ms",
             "in a minute              0           -           -",
             "broker   away, restarts 2: gone",
-            "programs isolation vm\nweaker   cpu_not_grouped\n\n",
+            "programs isolation vm\nweaker   cpu_not_grouped\n",
+            "zygote   has said nothing for 9s: no VM is made\n\n",
             "1         5        12",
         ] {
             assert!(text.contains(part), "{part}\n{text}");

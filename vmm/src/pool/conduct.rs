@@ -120,7 +120,10 @@ impl<'a> Conduct<'a> {
                     Some(worker) => worker,
                     None => {
                         let made = self.shared.make(key.ram_bytes, false, self.patience);
-                        made.map_err(|unmade| Undone::Unbegun(unmade.into()))?
+                        made.map_err(|unmade| match self.patience.is_over() {
+                            true => Undone::Over(unmade.into()),
+                            false => Undone::Unbegun(unmade.into()),
+                        })?
                     }
                 };
                 worker.await_ready(self.patience).map_err(Undone::Unbegun)?;

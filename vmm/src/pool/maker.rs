@@ -3,7 +3,7 @@
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use forge_log::Seldom;
 use forge_protocol::signature::TrustKeys;
@@ -24,6 +24,10 @@ use crate::shortage;
 /// back what it touched ahead after every one of them.
 const TOUCH_BYTES: u32 = 61 * 4096;
 
+/// How long a zygote owes an answer, which takes it a millisecond, until that is told of it
+/// and not of the runs that wait for it.
+const SILENCE: Duration = Duration::from_secs(5);
+
 /// What makes workers.
 #[derive(Debug)]
 pub(super) struct Maker {
@@ -35,13 +39,17 @@ pub(super) struct Maker {
     reach: Mutex<Reach>,
     /// Of the last zygote.
     hardening: Mutex<Option<Hardening>>,
+    /// That it says nothing.
+    silences: Seldom,
 }
 
-/// What [`Maker::kill`] reaches while others wait for the zygote.
+/// What can be reached while others wait for the zygote.
 #[derive(Debug, Default)]
 struct Reach {
     /// The last zygote's process.
     process: Option<Arc<Spawned>>,
+    /// Since when the last zygote owes an answer.
+    asked: Option<Instant>,
     /// No zygote is to live from now on.
     killed: bool,
 }
@@ -57,6 +65,7 @@ impl Maker {
             zygote: Turn::new(None),
             reach: Mutex::default(),
             hardening: Mutex::new(None),
+            silences: Seldom::failing(),
         }
     }
 
@@ -94,8 +103,7 @@ impl Maker {
             return Ok(());
         }
         let mut zygote = self.zygote.take(patience).map_err(Unmade::Late)?;
-        self.standing(&mut zygote, patience)?;
-        Ok(())
+        self.asking(&mut zygote, |zygote| self.standing(zygote, patience).map(drop))
     }
 
     /// The same, and what the host lacks for a moment is waited for, and so is a zygote
@@ -129,20 +137,23 @@ impl Maker {
     ) -> Result<Worker, Unmade> {
         let touch_bytes = if touched && self.reuse == Reuse::Fresh { TOUCH_BYTES } else { 0 };
         let order = Fork { ram_bytes: ram_bytes as u64, touch_bytes, reuse: self.reuse };
-        let mut zygote = self.zygote.take(patience).map_err(Unmade::Late)?;
+        let turn = self.zygote.take(patience).map_err(Unmade::Late);
+        let made = turn.and_then(|mut zygote| {
+            self.asking(&mut zygote, |zygote| self.forked(zygote, order, patience, bereft))
+        });
+        made.map_err(|unmade| self.accounted(unmade))
+    }
+
+    fn forked(
+        &self,
+        zygote: &mut Option<Zygote>,
+        order: Fork,
+        patience: Patience<'_>,
+        bereft: impl Fn(),
+    ) -> Result<Worker, Unmade> {
         let mut lost = None;
         for _ in 0..2 {
-            let standing = self.standing(&mut zygote, patience).map_err(|unmade| match unmade {
-                // Where none ever stood that is a word on this host, and not on the run.
-                Unmade::Late(error)
-                    if error.kind() == io::ErrorKind::TimedOut
-                        && self.lock_hardening().is_none() =>
-                {
-                    Unmade::Failed(Unmade::Late(error).into())
-                }
-                unmade => unmade,
-            });
-            match standing?.fork(order, patience) {
+            match self.standing(zygote, patience)?.fork(order, patience) {
                 Ok(made) => return made,
                 Err(error) => {
                     // One that was killed has none after it.
@@ -157,6 +168,53 @@ impl Maker {
         }
         let why = lost.map_or_else(String::new, |error| format!("the zygote is gone: {error}"));
         Err(Unmade::Failed(VmFailure::new(VmFailureKind::Internal, why)))
+    }
+
+    /// Time that is over is a run's own, but where it is the zygote that took it: one that
+    /// says nothing, or none that ever stood, is a word on this host.
+    fn accounted(&self, unmade: Unmade) -> Unmade {
+        let Unmade::Late(error) = unmade else { return unmade };
+        if error.kind() != io::ErrorKind::TimedOut {
+            return Unmade::Late(error);
+        }
+        let silent = self.silence();
+        if silent.is_none() && self.lock_hardening().is_some() {
+            return Unmade::Late(error);
+        }
+        if let Some(silent) = silent
+            && self.silences.is_due()
+        {
+            tracing::warn!(silent_s = silent.as_secs(), "the zygote says nothing");
+        }
+        Unmade::Failed(Unmade::Late(error).into())
+    }
+
+    /// For how long the zygote has owed an answer, if that is longer than one takes that
+    /// is well.
+    pub(super) fn silence(&self) -> Option<Duration> {
+        let asked = self.lock_reach().asked?;
+        let silent = asked.elapsed();
+        if silent < SILENCE {
+            return None;
+        }
+        // Whoever has the turn is waiting for it. Otherwise it may have answered since,
+        // and nobody has looked.
+        let turn = self.zygote.take(Patience::until(Instant::now()));
+        let owes = turn.map_or(true, |zygote| zygote.as_ref().is_some_and(Zygote::is_silent));
+        owes.then_some(silent)
+    }
+
+    /// Asks the zygote in this place for something, which [`Self::silence`] then knows of.
+    fn asking<T>(
+        &self,
+        place: &mut Option<Zygote>,
+        ask: impl FnOnce(&mut Option<Zygote>) -> T,
+    ) -> T {
+        let owes = |place: &Option<Zygote>| place.as_ref().and_then(Zygote::asked);
+        self.lock_reach().asked = owes(place).or_else(|| Some(Instant::now()));
+        let told = ask(place);
+        self.lock_reach().asked = owes(place);
+        told
     }
 
     /// A zygote that stands, as long as patience lasts; started if there is none.
@@ -323,6 +381,37 @@ pub(super) mod tests {
             other => panic!("{other:?}"),
         }
         assert_eq!(maker.zygote(), None);
+    }
+
+    #[test]
+    fn a_zygote_that_stands_and_says_nothing_is_told_as_such_until_it_answers() {
+        let maker = maker();
+        let mut theirs = begin_zygote(&maker);
+        let jailed = forge_protocol::worker::Jailed { procfs: true, landlock_abi: None };
+        say(&mut theirs, Kind::ZygoteReady, &ZygoteReady::Ok(jailed), None);
+        maker.stand_by(Patience::default()).unwrap();
+        let soon = || Patience::until(Instant::now() + Duration::from_millis(5));
+        let make = || maker.make(1 << 20, false, soon(), || ());
+        // A run has no more time, and the zygote had no more.
+        assert!(matches!(make(), Err(Unmade::Late(_))));
+        assert_eq!(maker.silence(), None);
+        let asked = maker.lock_reach().asked.unwrap();
+        let before = asked.checked_sub(SILENCE).unwrap();
+        maker.lock_reach().asked = Some(before);
+        maker.zygote.take(soon()).unwrap().as_mut().unwrap().has_owed_since(before);
+        assert!(maker.silence() >= Some(SILENCE));
+        match make() {
+            Err(Unmade::Failed(failure)) => assert_eq!(failure.kind, VmFailureKind::Unavailable),
+            other => panic!("{other:?}"),
+        }
+        // Whoever has the turn waits for it.
+        let turn = maker.zygote.take(soon()).unwrap();
+        assert!(maker.silence().is_some());
+        assert!(matches!(make(), Err(Unmade::Failed(_))));
+        drop(turn);
+        let short = VmFailure::new(VmFailureKind::Unavailable, "none");
+        say(&mut theirs, Kind::Zygoted, &forge_protocol::worker::Zygoted::Err(short), None);
+        assert_eq!(maker.silence(), None, "it has answered, though nobody looked");
     }
 
     #[test]

@@ -45,6 +45,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fate, Job, Report, Reuse, Tier, VmFailure};
@@ -316,6 +317,13 @@ impl Pool {
     #[must_use]
     pub fn zygote(&self) -> Option<libc::pid_t> {
         self.shared.maker.zygote()
+    }
+
+    /// For how long the zygote has said nothing, if it owes an answer for longer than one
+    /// takes that is well. Runs that find no VM end as `unavailable` then, in their time.
+    #[must_use]
+    pub fn silence(&self) -> Option<Duration> {
+        self.shared.maker.silence()
     }
 
     /// A worker of its own for whoever measures or tests: made now, and on no

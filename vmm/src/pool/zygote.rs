@@ -81,7 +81,8 @@ impl From<Unmade> for VmFailure {
             }
             Unmade::Late(_) => Self::new(
                 VmFailureKind::Unavailable,
-                "no worker was made in time: the zygote says nothing",
+                "no worker was made in time: the zygote, which workers are forked from, says \
+                 nothing",
             ),
         }
     }
@@ -189,6 +190,16 @@ impl Zygote {
     #[must_use]
     pub fn stands(&self) -> bool {
         self.begins.is_none()
+    }
+
+    /// Since when it owes an answer that nobody waits for any more.
+    pub(super) fn asked(&self) -> Option<Instant> {
+        self.owes.or(self.begins)
+    }
+
+    /// Whether it owes one, and has not given it since.
+    pub(super) fn is_silent(&self) -> bool {
+        self.asked().is_some() && !self.link.has_something()
     }
 
     /// Waits until it stands, as long as patience lasts. Whoever comes after
@@ -380,6 +391,14 @@ impl Drop for Zygote {
                 tracing::warn!(?killed, %error, "a zygote does not end, and is left behind");
             }
         }
+    }
+}
+
+#[cfg(test)]
+impl Zygote {
+    /// As if it had been asked for a worker then.
+    pub(super) fn has_owed_since(&mut self, asked: Instant) {
+        self.owes = Some(asked);
     }
 }
 

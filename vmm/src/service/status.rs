@@ -57,12 +57,13 @@ impl Service {
         let pool = self.supervisor.pool();
         let weaknesses: Vec<_> = pool.weaknesses().iter().map(|weakness| weakness.word()).collect();
         let broker = self.supervisor.broker();
-        let is_impaired = broker.as_ref().is_some_and(|it| !it.records);
+        let silence = pool.silence();
+        let is_impaired = broker.as_ref().is_some_and(|it| !it.records) || silence.is_some();
         let (stands, uptime_s) = (pool.stands(), self.counts.since.elapsed().as_secs());
         let mut status = json!({
             "state": match (self.gate.is_draining(), is_impaired) {
                 (true, _) => "draining",
-                // Runs that call tools are refused.
+                // Runs that call tools are refused, or those that find no VM standing.
                 (false, true) => "recovering",
                 (false, false) => "serving",
             },
@@ -94,6 +95,7 @@ impl Service {
                 "ready_max": stands.ready_max,
                 "full": pool.is_full(),
                 "resets_disproven": pool.resets_disproven(),
+                "silent_s": silence.map(|it| it.as_secs()),
                 "weaknesses": weaknesses,
             },
         });
