@@ -347,44 +347,14 @@ impl Worker {
         let mut has_told = false;
         // Told to nobody any more.
         let mut is_late = false;
-        let frame = loop {
-            let report_bytes_max = Report::payload_bytes_max(&self.limits);
-            let may_be_put_back = !has_told && self.runs > 0;
-            let bound = |kind: Kind| match kind {
-                Kind::Report => Some(report_bytes_max),
-                Kind::Forbidden => Some(kind.payload_bytes_max()),
-                // Until it says otherwise it may be putting its VM back after
-                // the run before, and fail.
-                Kind::Ready => may_be_put_back.then(|| kind.payload_bytes_max()),
-                Kind::Event => tell.map(|_| kind.payload_bytes_max() - NUMBER_BYTES),
-                _ => None,
-            };
-            let frame = self.receive(bound, patience).map_err(|error| match error.kind() {
-                // So says the kernel of a peer that had not read everything.
-                io::ErrorKind::ConnectionReset if !has_told => self.not_begun(lost(&error)),
-                // A service that ends at once cancels its runs, and ends their workers.
-                _ if patience.is_cancelled() => {
-                    Lost::During(lost(&io::ErrorKind::ConnectionAborted.into()))
-                }
-                _ => Lost::During(lost(&error)),
-            })?;
-            match (frame.kind, tell) {
-                (Kind::Forbidden, _) => return Err(Lost::During(last_word(&frame))),
-                (Kind::Ready, _) => {
-                    return Err(match decode::<Ready>(&frame.payload) {
-                        Ok(Err(failure)) => self.not_begun(failure),
-                        _ => Lost::During(last_word(&frame)),
-                    });
-                }
-                (Kind::Event, Some(tell)) => {
-                    has_told = true;
-                    let Event { what, .. } = decode(&frame.payload).map_err(Lost::During)?;
-                    count(&mut told, &what, &self.limits).map_err(Lost::During)?;
-                    if !is_late {
-                        tell(what);
-                    }
-                }
-                _ => break frame,
+        let said = loop {
+            let frame = self.next_word(has_told, tell.is_some(), patience)?;
+            let Some(tell) = tell.filter(|_| frame.kind == Kind::Event) else { break frame };
+            has_told = true;
+            let Event { what, .. } = decode(&frame.payload).map_err(Lost::During)?;
+            count(&mut told, &what, &self.limits).map_err(Lost::During)?;
+            if !is_late {
+                tell(what);
             }
             // Of a worker that tells without a pause it is never waited for a word,
             // which would end as the run is cancelled.
@@ -406,9 +376,46 @@ impl Worker {
         };
         self.runs += 1;
         self.has_served = true;
-        let report: Report = decode(&frame.payload).map_err(Lost::During)?;
+        let report: Report = decode(&said.payload).map_err(Lost::During)?;
         report.check(&self.limits).map_err(|over| Lost::During(misbehaved(over)))?;
         Ok(report)
+    }
+
+    /// Its report, or an event of one that tells. Whatever else it says is its last word.
+    fn next_word(
+        &mut self,
+        has_told: bool,
+        tells: bool,
+        patience: Patience<'_>,
+    ) -> Result<Frame, Lost> {
+        let report_bytes_max = Report::payload_bytes_max(&self.limits);
+        // Until it says otherwise it may be putting its VM back after the run before,
+        // and fail.
+        let may_be_put_back = !has_told && self.runs > 0;
+        let bound = |kind: Kind| match kind {
+            Kind::Report => Some(report_bytes_max),
+            Kind::Forbidden => Some(kind.payload_bytes_max()),
+            Kind::Ready => may_be_put_back.then(|| kind.payload_bytes_max()),
+            Kind::Event => tells.then(|| kind.payload_bytes_max() - NUMBER_BYTES),
+            _ => None,
+        };
+        let frame = self.receive(bound, patience).map_err(|error| match error.kind() {
+            // So says the kernel of a peer that had not read everything.
+            io::ErrorKind::ConnectionReset if !has_told => self.not_begun(lost(&error)),
+            // A service that ends at once cancels its runs, and ends their workers.
+            _ if patience.is_cancelled() => {
+                Lost::During(lost(&io::ErrorKind::ConnectionAborted.into()))
+            }
+            _ => Lost::During(lost(&error)),
+        })?;
+        match frame.kind {
+            Kind::Forbidden => Err(Lost::During(last_word(&frame))),
+            Kind::Ready => Err(match decode::<Ready>(&frame.payload) {
+                Ok(Err(failure)) => self.not_begun(failure),
+                _ => Lost::During(last_word(&frame)),
+            }),
+            _ => Ok(frame),
+        }
     }
 }
 
