@@ -8,6 +8,9 @@
 //! wait, and behind them the numbers of so many questions. While those do, nothing
 //! more is read; a server that does not take the answers either is hung up on.
 //!
+//! What it says unasked is mostly for a user interface, and the library would make a task
+//! of each, more than it carries out where they come without end. They go no further.
+//!
 //! What must not be missed is noted here too ([`Heard`]), before the library
 //! makes anything of it. It tells its handler at some time that tools changed,
 //! which may be after the answer that came behind, and a call in between would
@@ -21,13 +24,14 @@ use std::time::Duration;
 
 use rmcp::RoleClient;
 use rmcp::model::{
-    ClientResult, ErrorCode, ErrorData, JsonRpcMessage, RequestId, ServerNotification,
-    ServerRequest,
+    ClientResult, ErrorCode, ErrorData, GetMeta as _, JsonRpcMessage, RequestId,
+    ServerNotification, ServerRequest,
 };
 use rmcp::service::{RxJsonRpcMessage, TxJsonRpcMessage};
 use rmcp::transport::Transport;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
+use tokio::task::coop::consume_budget;
 use tokio::time::{Instant, sleep_until};
 
 /// What a server is told that asks for input, a completion or roots. Most hand it on to
@@ -166,9 +170,12 @@ impl<T: Transport<RoleClient>> Declined<T> {
         }
     }
 
-    /// The next message that is the library's to read.
+    /// The next message that is the library's to read. May be given up and begun again.
     async fn next(&mut self) -> Option<RxJsonRpcMessage<RoleClient>> {
         loop {
+            // Many come with one read, and a server that talks without end is to leave the
+            // thread to others as if each were one.
+            consume_budget().await;
             let message = self.heard_next().await?;
             self.heard.said_something();
             if let JsonRpcMessage::Request(asked) = message {
@@ -180,14 +187,31 @@ impl<T: Transport<RoleClient>> Declined<T> {
                 }
                 continue;
             }
-            if let JsonRpcMessage::Notification(said) = &message
-                && matches!(said.notification, ServerNotification::ToolListChangedNotification(_))
-            {
-                self.heard.changed();
+            if let JsonRpcMessage::Notification(said) = &message {
+                let said = &said.notification;
+                if matches!(said, ServerNotification::ToolListChangedNotification(_)) {
+                    self.heard.changed();
+                }
+                if !is_for_the_library(said) {
+                    continue;
+                }
             }
             return Some(message);
         }
     }
+}
+
+/// Whether the library goes by it: it ends a subscription, is of one, or says that what the
+/// library may have kept is no longer so.
+fn is_for_the_library(said: &ServerNotification) -> bool {
+    let is_kept = matches!(
+        said,
+        ServerNotification::CancelledNotification(_)
+            | ServerNotification::ToolListChangedNotification(_)
+            | ServerNotification::ResourceListChangedNotification(_)
+            | ServerNotification::ResourceUpdatedNotification(_)
+    );
+    is_kept || said.get_meta().subscription_id().is_some()
 }
 
 impl<T: Transport<RoleClient>> Transport<RoleClient> for Declined<T> {
@@ -213,5 +237,70 @@ impl<T: Transport<RoleClient>> Transport<RoleClient> for Declined<T> {
         self.heard.end();
         self.answers.abort_all();
         self.inner.close()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::ready;
+    use std::io;
+
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    /// A server that says the same so often, and is never waited for.
+    struct Says {
+        what: Value,
+        left: u32,
+    }
+
+    impl Transport<RoleClient> for Says {
+        type Error = io::Error;
+
+        fn send(
+            &mut self,
+            _: TxJsonRpcMessage<RoleClient>,
+        ) -> impl Future<Output = io::Result<()>> + Send + 'static {
+            ready(Ok(()))
+        }
+
+        async fn receive(&mut self) -> Option<RxJsonRpcMessage<RoleClient>> {
+            self.left = self.left.checked_sub(1)?;
+            Some(serde_json::from_value(self.what.clone()).unwrap())
+        }
+
+        async fn close(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn says(method: &str, params: Value, left: u32) -> Declined<Says> {
+        let what = json!({ "jsonrpc": "2.0", "method": method, "params": params });
+        Declined::new(Says { what, left }, Arc::default())
+    }
+
+    #[tokio::test]
+    async fn a_server_that_talks_without_end_is_heard_by_nobody_and_leaves_the_thread_to_others() {
+        let others = tokio::spawn(async {});
+        let log = json!({ "level": "info", "data": "on and on" });
+        let mut server = says("notifications/message", log, 1_000);
+        assert!(server.receive().await.is_none(), "the library heard of it");
+        assert!(others.is_finished(), "nobody else had a turn");
+        assert!(server.heard.last().is_some());
+    }
+
+    #[tokio::test]
+    async fn what_the_library_goes_by_goes_on_to_it() {
+        let of_one = json!({ "io.modelcontextprotocol/subscriptionId": 7 });
+        for (method, params, changes) in [
+            ("notifications/tools/list_changed", json!({}), 1),
+            ("notifications/cancelled", json!({ "requestId": 7 }), 0),
+            ("notifications/message", json!({ "level": "info", "data": 1, "_meta": of_one }), 0),
+        ] {
+            let mut server = says(method, params, 1);
+            assert!(server.receive().await.is_some(), "{method}");
+            assert_eq!(server.heard.changes(), changes, "{method}");
+        }
     }
 }

@@ -19,6 +19,7 @@ use rmcp::transport::Transport;
 use tokio::io::{AsyncBufReadExt as _, AsyncRead, AsyncWrite, AsyncWriteExt as _, BufReader};
 use tokio::sync::{Notify, oneshot};
 use tokio::task::AbortHandle;
+use tokio::task::coop::consume_budget;
 
 use super::received::{self, answers};
 use super::unread::SMALL_BYTES_MAX;
@@ -322,6 +323,8 @@ impl<R: AsyncRead + Unpin + Send> Transport<RoleClient> for Lines<R> {
 
     async fn receive(&mut self) -> Option<RxJsonRpcMessage<RoleClient>> {
         loop {
+            // Lines that are no message may come many in one read.
+            consume_budget().await;
             let line = self.line().await?;
             if self.is_nobodys(&line) {
                 let (server, bytes) = (&self.server, line.bytes.len());

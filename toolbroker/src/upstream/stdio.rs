@@ -28,6 +28,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::io::{AsyncRead, AsyncReadExt as _, Interest};
 use tokio::process::{Child, ChildStdout};
 use tokio::sync::watch;
+use tokio::task::coop::consume_budget;
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::UpstreamError;
@@ -50,8 +51,9 @@ const STDERR_LINE_BYTES_MAX: usize = 2 * 1024;
 const STDERR_LINE_BYTES_READ: usize = STDERR_LINE_BYTES_MAX + SECRET_BYTES_MAX as usize;
 /// All of it that is logged in one process's life, in bytes.
 const STDERR_BYTES_MAX: usize = 1024 * 1024;
-/// Its last lines, told when the server does not start.
+/// Its last lines, told when the server does not start, and how much of one, in bytes.
 const STDERR_LINES_KEPT: usize = 5;
+const LAST_WORD_BYTES_MAX: usize = 256;
 
 /// Starts the server `name`, with its streams and its process.
 ///
@@ -365,7 +367,41 @@ pub(super) struct Process {
     ended: watch::Receiver<Option<Ending>>,
     /// Whether its standard error came to its end.
     silent: watch::Receiver<bool>,
-    last_words: Arc<StdMutex<VecDeque<String>>>,
+    last_words: Arc<LastWords>,
+}
+
+/// The last lines of a server's standard error, as they came.
+#[derive(Debug)]
+struct LastWords {
+    scrubs: Arc<Scrubs>,
+    lines: StdMutex<VecDeque<Vec<u8>>>,
+}
+
+impl LastWords {
+    fn of(scrubs: &Arc<Scrubs>) -> Arc<Self> {
+        Arc::new(Self { scrubs: Arc::clone(scrubs), lines: StdMutex::default() })
+    }
+
+    fn add(&self, line: Vec<u8>) {
+        let mut kept = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        if kept.len() == STDERR_LINES_KEPT {
+            kept.pop_front();
+        }
+        kept.push_back(line);
+    }
+
+    /// As they may be told.
+    fn told(&self) -> Vec<String> {
+        let kept = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.iter().map(|line| crate::cut(&self.shown(line), LAST_WORD_BYTES_MAX)).collect()
+    }
+
+    /// A line without credentials, and escaped once, so that it is safe wherever it is shown.
+    fn shown(&self, line: &[u8]) -> String {
+        let line = String::from_utf8_lossy(line);
+        let line = self.scrubs.scrubber().beginning(&line, STDERR_LINE_BYTES_MAX);
+        escaped(line.trim_end())
+    }
 }
 
 impl Process {
@@ -377,12 +413,11 @@ impl Process {
         let id = child.id().and_then(|id| Pid::from_raw(id.try_into().ok()?));
         let group = id.ok_or(io::ErrorKind::NotFound)?;
         let end = End::of(group)?;
-        let last_words = Arc::default();
+        let last_words = LastWords::of(scrubs);
         let (fall_silent, silent) = watch::channel(false);
         if let Some(stderr) = child.stderr.take() {
             let log = StderrLog {
                 server: server.to_owned(),
-                scrubs: Arc::clone(scrubs),
                 last_words: Arc::clone(&last_words),
                 logged_bytes: 0,
             };
@@ -428,9 +463,8 @@ impl Process {
         if let Some(ending) = *self.ended.borrow() {
             told = format!("{told}; {ending}");
         }
-        let lines = self.last_words.lock().unwrap_or_else(PoisonError::into_inner);
+        let lines = self.last_words.told();
         if !lines.is_empty() {
-            let lines: Vec<_> = lines.iter().map(String::as_str).collect();
             told = format!("{told}; it said: {}", lines.join(" / "));
         }
         told
@@ -467,8 +501,7 @@ impl Drop for Process {
 /// Follows a server's standard error, line by line, within bounds.
 struct StderrLog {
     server: String,
-    scrubs: Arc<Scrubs>,
-    last_words: Arc<StdMutex<VecDeque<String>>>,
+    last_words: Arc<LastWords>,
     logged_bytes: usize,
 }
 
@@ -483,23 +516,22 @@ impl StderrLog {
             };
             for byte in &buffer[..got] {
                 if *byte == b'\n' {
-                    self.line(&std::mem::take(&mut line));
+                    self.line(std::mem::take(&mut line));
+                    // Many come with one read, and each is to count.
+                    consume_budget().await;
                 } else if line.len() < STDERR_LINE_BYTES_READ {
                     line.push(*byte);
                 }
             }
         }
         if !line.is_empty() {
-            self.line(&line);
+            self.line(line);
         }
     }
 
-    fn line(&mut self, line: &[u8]) {
-        let line = String::from_utf8_lossy(line);
-        let line = self.scrubs.scrubber().beginning(&line, STDERR_LINE_BYTES_MAX);
-        // Escaped here once, so that it is safe wherever it is shown.
-        let line = escaped(line.trim_end());
-        if self.logged_bytes <= STDERR_BYTES_MAX {
+    fn line(&mut self, line: Vec<u8>) {
+        if self.logged_bytes <= STDERR_BYTES_MAX && tracing::enabled!(tracing::Level::DEBUG) {
+            let line = self.last_words.shown(&line);
             self.logged_bytes += line.len().max(1);
             if self.logged_bytes > STDERR_BYTES_MAX {
                 tracing::debug!(server = self.server, "its standard error is logged no more");
@@ -507,11 +539,7 @@ impl StderrLog {
                 tracing::debug!(server = self.server, line, "tool server says");
             }
         }
-        let mut kept = self.last_words.lock().unwrap_or_else(PoisonError::into_inner);
-        if kept.len() == STDERR_LINES_KEPT {
-            kept.pop_front();
-        }
-        kept.push_back(crate::cut(&line, 256));
+        self.last_words.add(line);
     }
 }
 
@@ -618,27 +646,23 @@ mod tests {
         Secret::new(text.to_owned()).unwrap()
     }
 
-    fn log(scrubs: Arc<Scrubs>) -> StderrLog {
-        StderrLog { server: "x".into(), scrubs, last_words: Arc::default(), logged_bytes: 0 }
-    }
-
-    fn kept(last_words: &StdMutex<VecDeque<String>>) -> Vec<String> {
-        last_words.lock().unwrap().iter().cloned().collect()
+    fn log(scrubs: &Arc<Scrubs>) -> StderrLog {
+        StderrLog { server: "x".into(), last_words: LastWords::of(scrubs), logged_bytes: 0 }
     }
 
     #[tokio::test]
     async fn a_token_fetched_after_the_start_leaves_standard_error_too() {
         let scrubs = Scrubs::new(Vec::new());
-        let mut log = log(Arc::clone(&scrubs));
-        log.line(b"before token-1");
+        let mut log = log(&scrubs);
+        log.line(b"says token-1".into());
+        assert_eq!(log.last_words.told(), ["says token-1"]);
         scrubs.learn("a", &secret("token-1"), IssuedBy::Named).await;
-        log.line(b"after token-1");
-        assert_eq!(kept(&log.last_words), ["before token-1", "after [credential removed]"]);
+        assert_eq!(log.last_words.told(), ["says [credential removed]"]);
     }
 
     #[tokio::test]
     async fn no_part_of_a_credential_is_left_where_a_line_of_standard_error_is_cut() {
-        let log = log(Scrubs::new(vec![secret("a-frequent-one"), secret("hunter2-hunter2")]));
+        let log = log(&Scrubs::new(vec![secret("a-frequent-one"), secret("hunter2-hunter2")]));
         let last_words = Arc::clone(&log.last_words);
         // Taken out, they leave room for what stands at the bound.
         let many = "a-frequent-one".repeat(140);
@@ -646,7 +670,14 @@ mod tests {
         let line = format!("{many}{}hunter2-hunter2{}", "a".repeat(before), "b".repeat(100_000));
         log.follow(line.as_bytes()).await;
         let removed = "[credential removed]";
-        assert_eq!(kept(&last_words), [format!("{removed}{}{removed}", "a".repeat(before))]);
+        assert_eq!(last_words.told(), [format!("{removed}{}{removed}", "a".repeat(before))]);
+    }
+
+    #[tokio::test]
+    async fn a_flood_on_standard_error_leaves_the_thread_to_others() {
+        let others = tokio::spawn(async {});
+        log(&Scrubs::new(Vec::new())).follow(b"\n".repeat(1_000).as_slice()).await;
+        assert!(others.is_finished(), "nobody else had a turn");
     }
 
     #[tokio::test]
@@ -664,14 +695,14 @@ mod tests {
 
     #[tokio::test]
     async fn a_flood_on_standard_error_is_bounded_escaped_and_scrubbed() {
-        let log = log(Scrubs::new(vec![secret("hunter2")]));
+        let log = log(&Scrubs::new(vec![secret("hunter2")]));
         let last_words = Arc::clone(&log.last_words);
         let mut flood = vec![b'a'; 100_000];
         flood.extend_from_slice(
             b"\n\x1b[31mred hunter2\nit's the \xe2\x9a\xa0\xef\xb8\x8f \"last\"",
         );
         log.follow(flood.as_slice()).await;
-        let kept = kept(&last_words);
+        let kept = last_words.told();
         assert_eq!(kept.len(), 3);
         assert!(kept[0].len() <= 256);
         assert_eq!(kept[1], "\\u{1b}[31mred [credential removed]");
