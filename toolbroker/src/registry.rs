@@ -15,6 +15,7 @@ use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
+use crate::beside;
 use crate::builtin::{Builtin, Builtins, Caller, InPlace, Work};
 use crate::config::{COST_DEFAULT, Config, Word};
 use crate::definition::{Effect, Tool};
@@ -160,24 +161,36 @@ fn did_you_mean(closest: &Option<String>) -> String {
     closest.as_ref().map(|name| format!(": did you mean {name:?}?")).unwrap_or_default()
 }
 
+/// As much of a name as is looked at for another that is like it, in bytes.
+const LIKENESS_BYTES_MAX: usize = 64;
+
 fn unavailable(name: &ToolName, source: UpstreamError) -> LookupError {
     LookupError::Unavailable { server: name.server().to_owned(), source }
 }
 
-fn tool_of(connection: &Connection, name: &ToolName) -> Result<Arc<Tool>, LookupError> {
-    connection.tool(name).ok_or_else(|| {
-        let tools = connection.tools();
-        LookupError::NoTool {
-            tool: name.to_string(),
-            closest: closest(name.as_str(), tools.iter().map(|tool| tool.name().as_str())),
-        }
-    })
+/// That a server has no such tool, and which one was perhaps meant. It may have thousands,
+/// and the thread that asks is everybody's.
+async fn no_such_tool(connection: &Connection, name: &ToolName) -> LookupError {
+    let (tool, tools) = (name.to_string(), connection.tools());
+    let wanted = tool.clone();
+    let closest =
+        beside(move || closest(&wanted, tools.iter().map(|tool| tool.name().as_str()))).await;
+    LookupError::NoTool { tool, closest }
 }
 
-/// The candidate most like `name`, if any is like it at all.
+/// The candidate most like `name`, if any is like it at all. What it takes grows with the
+/// product of both lengths, so of none more is looked at than names mostly have.
 fn closest<'a>(name: &str, candidates: impl Iterator<Item = &'a str>) -> Option<String> {
+    fn looked_at(name: &str) -> &str {
+        &name[..name.floor_char_boundary(LIKENESS_BYTES_MAX)]
+    }
     candidates
-        .map(|candidate| (strsim::normalized_damerau_levenshtein(name, candidate), candidate))
+        // One of another length by that much is not like it.
+        .filter(|candidate| candidate.len() <= 2 * name.len() && name.len() <= 2 * candidate.len())
+        .map(|candidate| {
+            let (a, b) = (looked_at(name), looked_at(candidate));
+            (strsim::normalized_damerau_levenshtein(a, b), candidate)
+        })
         .filter(|(likeness, _)| *likeness >= 0.5)
         .max_by(|(a, _), (b, _)| a.total_cmp(b))
         .map(|(_, candidate)| candidate.to_owned())
@@ -332,7 +345,9 @@ impl Registry {
         }
         let upstream = self.servers.get(name.server()).ok_or_else(|| self.no_server(name))?;
         let connection = upstream.connection().await.map_err(|source| unavailable(name, source))?;
-        let tool = tool_of(&connection, name)?;
+        // Who calls is a program, and told no more.
+        let none = || LookupError::NoTool { tool: name.to_string(), closest: None };
+        let tool = connection.tool(name).ok_or_else(none)?;
         let carrier = Carrier::Server(connection);
         Ok(Found { tool, carrier, effect: self.effect(name), cost: self.cost(name) })
     }
@@ -398,15 +413,19 @@ impl Registry {
                 }
             }
         }
-        names
-            .iter()
-            .map(|name| match (self.builtin(name), connections.get(name.server())) {
-                (Some(builtin), _) => Ok(Arc::clone(builtin.tool())),
-                (None, Some(Ok(connection))) => tool_of(connection, name),
-                (None, Some(Err(error))) => Err(unavailable(name, error.clone())),
-                (None, None) => Err(self.no_server(name)),
-            })
-            .collect()
+        let mut tools = Vec::with_capacity(names.len());
+        for name in &names {
+            tools.push(match (self.builtin(name), connections.get(name.server())) {
+                (Some(builtin), _) => Arc::clone(builtin.tool()),
+                (None, Some(Ok(connection))) => match connection.tool(name) {
+                    Some(tool) => tool,
+                    None => return Err(no_such_tool(connection, name).await),
+                },
+                (None, Some(Err(error))) => return Err(unavailable(name, error.clone())),
+                (None, None) => return Err(self.no_server(name)),
+            });
+        }
+        Ok(tools)
     }
 
     /// Stops all servers, at the same time.
@@ -429,6 +448,10 @@ mod tests {
         let names = ["shop.find_parts", "shop.get_stock"];
         assert_eq!(closest("shop.find_part", names.into_iter()), Some("shop.find_parts".into()));
         assert_eq!(closest("zzz", names.into_iter()), None);
+        // However long: their beginnings are looked at.
+        let (long, other) = ("a".repeat(200), format!("{}b", "a".repeat(200)));
+        assert_eq!(closest(&long, [other.as_str()].into_iter()), Some(other.clone()));
+        assert_eq!(closest(&long, names.into_iter()), None);
     }
 
     #[test]
