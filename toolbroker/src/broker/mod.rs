@@ -374,6 +374,9 @@ impl Broker {
         stream: UnixStream,
         hosted: Option<Hosted>,
     ) -> Result<GrantClaims, Refused> {
+        // Its servers may take their time to be up, and that is the run's, by which its
+        // supervisor ends it.
+        let asked = Instant::now();
         let OpenRun { run_id, principal, session, program_sha256, authority, callable, limits } =
             request;
         for (what, got, limit) in [
@@ -411,6 +414,7 @@ impl Broker {
         };
         let claims = grant.claims().clone();
         let run = Run::new(run_id, program_sha256, callable, grant, limits)
+            .asked_for_at(asked)
             .in_session(session.as_deref());
         let run = Arc::new(match hosted {
             Some(hosted) => run.hosting(hosted),

@@ -101,6 +101,14 @@ impl Run {
         }
     }
 
+    /// The same run, whose wall clock starts then.
+    #[must_use]
+    pub fn asked_for_at(mut self, asked: Instant) -> Self {
+        self.deadline -= self.opened.saturating_duration_since(asked);
+        self.caller.deadline = self.deadline;
+        self
+    }
+
     /// The same run in this session, which a grant may leave open.
     #[must_use]
     pub fn in_session(mut self, session: Option<&str>) -> Self {
@@ -307,6 +315,17 @@ mod tests {
         let claims = GrantClaims { calls_max, ..claims_of_nothing() };
         let grant = Arc::new(Grant::new(claims).unwrap());
         Run::new(RunId([0; 16]), [0; 32], Callable::Any, grant, limits)
+    }
+
+    #[test]
+    fn time_that_went_by_before_it_was_opened_is_the_runs() {
+        let run = run(RunLimits::default(), None);
+        let (deadline, waited) = (run.deadline(), Duration::from_secs(3));
+        let run = {
+            let asked = run.opened - waited;
+            run.asked_for_at(asked)
+        };
+        assert_eq!((run.deadline(), run.caller.deadline), (deadline - waited, deadline - waited));
     }
 
     #[test]
