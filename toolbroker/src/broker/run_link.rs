@@ -4,6 +4,7 @@
 use std::io;
 use std::pin::pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Frame, HEADER_BYTES, Kind};
@@ -12,6 +13,7 @@ use forge_protocol::limits::{MESSAGE_OVERHEAD_BYTES, OverLimit};
 use tokio::net::UnixStream;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
+use tokio::time::timeout;
 
 use crate::call::{Dispatcher, Run, Taken};
 use crate::journal::Close;
@@ -19,6 +21,10 @@ use crate::link::{self, LinkError, PlainReceiver, PlainSender};
 
 /// What a settled call's frame has beside its body, at most, in bytes.
 const SETTLED_BYTES: usize = 32;
+
+/// How long calls may take to be refused that wait when their run is cut off: one that is
+/// being looked at ends first, and so does the journal's start.
+const REFUSED_TIME_MAX: Duration = Duration::from_secs(1);
 
 /// Serves one worker until it closes its link or the broker shuts down. Of one that breaks
 /// the protocol nothing more is read; its run stays until its supervisor, too, has closed
@@ -59,6 +65,9 @@ pub(super) async fn serve_run(
             }
             drop(sender);
             run.cut_off();
+            // What was not dispatched is refused, and that recorded before the end is.
+            let _ = timeout(REFUSED_TIME_MAX, async { while calls.join_next().await.is_some() {} })
+                .await;
             calls.shutdown().await;
         }
     }

@@ -205,9 +205,9 @@ impl Pinned {
     /// There is a place for it at whoever carries it out.
     pub(super) async fn placed(self, carrier: &Carrier) -> Result<(Self, Option<Place>), Refused> {
         let run = &self.facts.run;
-        match timeout_at(run.deadline(), carrier.place(run.principal(), self.request.len())).await {
-            Ok(place) => Ok((self, place)),
-            Err(_) => Err(self.facts.refused(CallFailure::DeadlinePassed)),
+        match run.in_time(carrier.place(run.principal(), self.request.len())).await {
+            Some(place) => Ok((self, place)),
+            None => Err(self.facts.refused(CallFailure::DeadlinePassed)),
         }
     }
 
@@ -217,12 +217,7 @@ impl Pinned {
         turns: impl AsyncFnOnce(&Arc<str>) -> T,
     ) -> Result<(Self, T), Refused> {
         let run = &self.facts.run;
-        let turn = tokio::select! {
-            biased;
-            turn = timeout_at(run.deadline(), turns(run.principal())) => turn.ok(),
-            () = run.cancelled() => None,
-        };
-        match turn {
+        match run.in_time(turns(run.principal())).await {
             Some(turn) => Ok((self, turn)),
             None => Err(self.facts.refused(CallFailure::DeadlinePassed)),
         }

@@ -217,8 +217,8 @@ impl Dispatcher {
         }
     }
 
-    /// Carries one call out and says how it settled. Dropping the future
-    /// before the call passed every check undoes it; after that, the call
+    /// Carries one call out and says how it settled. If its run is cut off before the
+    /// call passed every check, it is refused, and recorded as that; after that, the call
     /// goes on unheard.
     pub async fn carry_out(&self, Pending(stage): Pending) -> Settled {
         let granted = match stage {
@@ -280,12 +280,17 @@ impl Dispatcher {
             let _ = deliver.send(settled);
         };
         self.dispatched.spawn_on(called.instrument(span), &self.home);
-        let failure = match timeout_at(run.deadline(), delivered).await {
-            Ok(Ok(settled)) => return settled,
-            Ok(Err(_)) => CallFailure::Lost,
+        let delivered = tokio::select! {
+            biased;
+            delivered = timeout_at(run.deadline(), delivered) => delivered.ok(),
+            () = run.is_ended_early() => None,
+        };
+        let failure = match delivered {
+            Some(Ok(settled)) => return settled,
+            Some(Err(_)) => CallFailure::Lost,
             // What has no effect is as good as not done.
-            Err(_) if effect == Effect::None => CallFailure::DeadlinePassed,
-            Err(_) => CallFailure::DeadlineAfterDispatch,
+            None if effect == Effect::None => CallFailure::DeadlinePassed,
+            None => CallFailure::DeadlineAfterDispatch,
         };
         unheard(&run, call, began, &failure)
     }
@@ -294,13 +299,13 @@ impl Dispatcher {
     async fn check(&self, granted: Granted) -> Result<Ready, Refused> {
         let run = granted.run();
         let found = self.registry.find(granted.tool(), run.hosted());
-        let Found { tool, carrier, effect, cost } = match timeout_at(run.deadline(), found).await {
-            Ok(Ok(found)) => found,
-            Ok(Err(error)) => {
+        let Found { tool, carrier, effect, cost } = match run.in_time(found).await {
+            Some(Ok(found)) => found,
+            Some(Err(error)) => {
                 let failure = CallFailure::NoSuchTool(error.told_to_a_program());
                 return Err(granted.refused(failure));
             }
-            Err(_) => return Err(granted.refused(CallFailure::DeadlinePassed)),
+            None => return Err(granted.refused(CallFailure::DeadlinePassed)),
         };
         let small = granted.is_small(&tool);
         let pinned = granted.pinned(tool, effect, cost, &self.reviews)?;
@@ -374,6 +379,7 @@ mod tests {
     use forge_protocol::broker::{Callable, GrantClaims, GrantedTool};
     use forge_protocol::limits::RunLimits;
     use forge_protocol::name::ToolName;
+    use std::path::Path;
     use std::time::Duration;
 
     #[tokio::test]
@@ -405,30 +411,61 @@ mod tests {
         Arc::new(Reviews::open(Mode::FirstUse, None).unwrap())
     }
 
-    #[tokio::test]
-    async fn what_a_run_keeps_for_itself_after_its_end_is_forgotten_as_well() {
-        let (folder, home) = (tempfile::tempdir().unwrap(), Handle::current());
-        let file = folder.path().join("forge.toml");
+    /// With a stash, and its journal in this folder.
+    fn keeping(folder: &Path) -> Dispatcher {
+        let (file, home) = (folder.join("forge.toml"), Handle::current());
         std::fs::write(&file, "[builtins.stash]\n").unwrap();
         let config = Config::load(None, Some(&file), &|_| None).unwrap();
         let registry = Arc::new(Registry::new(config, &home));
         let metrics = Arc::new(Metrics::default());
-        let journal = Journal::new(Place::Folder(folder.path().into()), Arc::clone(&metrics));
-        let dispatcher = Dispatcher::new(registry, reviews(), journal, metrics, home);
-        let names = ["stash.put", "stash.get"].map(|name| ToolName::parse(name).unwrap());
-        let run = || {
-            let granted = |name: &ToolName| GrantedTool {
-                name: name.clone(),
-                definition_sha256: dispatcher.registry.builtin(name).unwrap().tool().sha256(),
-                constraints: Vec::new(),
-            };
-            let tools = names.iter().map(granted).collect();
-            let grant = Grant::new(GrantClaims { tools, ..claims_of_nothing() }).unwrap();
-            {
-                let (limits, grant) = (RunLimits::default(), Arc::new(grant));
-                Arc::new(Run::new(RunId([1; 16]), [0; 32], Callable::Any, grant, limits))
-            }
+        let journal = Journal::new(Place::Folder(folder.into()), Arc::clone(&metrics));
+        Dispatcher::new(registry, reviews(), journal, metrics, home)
+    }
+
+    /// A run that may call these of the built-in tools.
+    fn run_of(dispatcher: &Dispatcher, names: &[ToolName]) -> Arc<Run> {
+        let granted = |name: &ToolName| GrantedTool {
+            name: name.clone(),
+            definition_sha256: dispatcher.registry.builtin(name).unwrap().tool().sha256(),
+            constraints: Vec::new(),
         };
+        let tools = names.iter().map(granted).collect();
+        let grant = Arc::new(Grant::new(GrantClaims { tools, ..claims_of_nothing() }).unwrap());
+        Arc::new(Run::new(RunId([1; 16]), [0; 32], Callable::Any, grant, RunLimits::default()))
+    }
+
+    #[tokio::test]
+    async fn a_call_that_waits_when_its_run_is_cut_off_is_refused_and_recorded() {
+        let folder = tempfile::tempdir().unwrap();
+        let dispatcher = keeping(folder.path());
+        let tool = ToolName::parse("stash.put").unwrap();
+        let run = run_of(&dispatcher, std::slice::from_ref(&tool));
+        let mut taken = Vec::new();
+        for _ in 0..PRINCIPAL_LARGE_MAX {
+            taken.push(dispatcher.large.turn(run.principal()).await);
+        }
+        let request = format!(r#"{{"key":"k","value":"{}"}}"#, "v".repeat(64 * 1024)).into_bytes();
+        let call = Call { id: 0, waits: true, tool, request };
+        let Taken::Pending(pending) = dispatcher.take(&run, call) else { panic!("it has a turn") };
+        let cut_off = async {
+            tokio::task::yield_now().await;
+            run.cut_off();
+        };
+        let (settled, ()) = tokio::join!(dispatcher.carry_out(pending), cut_off);
+        assert_eq!(settled.code, Some(CallCode::DeadlinePassed));
+        dispatcher.journal().close();
+        let (calls, left_out) = crate::journal::read::calls(folder.path(), None, 9).unwrap();
+        assert!(left_out.is_empty(), "{left_out:?}");
+        let states: Vec<_> = calls.iter().map(|it| (it.call, it.state)).collect();
+        assert_eq!(states, [(0, crate::journal::read::CallState::Refused)]);
+    }
+
+    #[tokio::test]
+    async fn what_a_run_keeps_for_itself_after_its_end_is_forgotten_as_well() {
+        let folder = tempfile::tempdir().unwrap();
+        let dispatcher = keeping(folder.path());
+        let names = ["stash.put", "stash.get"].map(|name| ToolName::parse(name).unwrap());
+        let run = || run_of(&dispatcher, &names);
         let call = |run: &Arc<Run>, tool: usize, request: &str| {
             let request = request.as_bytes().to_vec();
             dispatcher.take(run, Call { id: 0, waits: true, tool: names[tool].clone(), request })

@@ -11,7 +11,7 @@ use forge_protocol::limits::{CALLS_MAX, REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, R
 use forge_protocol::name::ToolName;
 use forge_protocol::run::{CallRecord, CallSettled};
 use tokio::sync::watch;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 
 use super::CallFailure;
 use crate::budget::Budget;
@@ -41,7 +41,8 @@ pub struct Run {
     has_called: AtomicBool,
     is_closed: AtomicBool,
     leaves_calls: AtomicBool,
-    is_cut_off: AtomicBool,
+    /// `true` once it was ended before its program was.
+    cut_off: watch::Sender<bool>,
     broken: OnceLock<String>,
     opened: Instant,
     deadline: Instant,
@@ -91,7 +92,7 @@ impl Run {
             has_called: AtomicBool::new(false),
             is_closed: AtomicBool::new(false),
             leaves_calls: AtomicBool::new(false),
-            is_cut_off: AtomicBool::new(false),
+            cut_off: watch::Sender::new(false),
             broken: OnceLock::new(),
             opened,
             deadline,
@@ -152,13 +153,29 @@ impl Run {
     /// It was ended before its program was: what is not dispatched yet never is. What is
     /// goes on, unless the run is cancelled too.
     pub fn cut_off(&self) {
-        self.is_cut_off.store(true, Ordering::Release);
+        self.cut_off.send_replace(true);
     }
 
     /// Whether it was.
     #[must_use]
     pub fn is_cut_off(&self) -> bool {
-        self.is_cut_off.load(Ordering::Acquire)
+        *self.cut_off.borrow()
+    }
+
+    /// Ends when it is.
+    pub(super) async fn is_ended_early(&self) {
+        turns_true(&self.cut_off).await;
+    }
+
+    /// What comes of what a call waits for before it is dispatched, as long as the run's
+    /// time lasts: that of one that was cut off or cancelled is over.
+    pub(super) async fn in_time<T>(&self, waits: impl Future<Output = T>) -> Option<T> {
+        tokio::select! {
+            biased;
+            came = timeout_at(self.deadline, waits) => came.ok(),
+            () = self.is_ended_early() => None,
+            () = self.cancelled() => None,
+        }
     }
 
     /// Its worker sent what none of ours does.
@@ -207,9 +224,7 @@ impl Run {
 
     /// Ends when nobody wants it any more.
     pub(super) async fn cancelled(&self) {
-        let mut cancelled = self.cancelled.subscribe();
-        // The sender is this run's own, so it is there.
-        let _ = cancelled.wait_for(|cancelled| *cancelled).await;
+        turns_true(&self.cancelled).await;
     }
 
     /// Which run it is, for records.
@@ -304,6 +319,11 @@ impl Run {
     }
 }
 
+async fn turns_true(of: &watch::Sender<bool>) {
+    // It cannot fail: the sender is there.
+    let _ = of.subscribe().wait_for(|is_so| *is_so).await;
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -315,6 +335,20 @@ mod tests {
         let claims = GrantClaims { calls_max, ..claims_of_nothing() };
         let grant = Arc::new(Grant::new(claims).unwrap());
         Run::new(RunId([0; 16]), [0; 32], Callable::Any, grant, limits)
+    }
+
+    #[tokio::test]
+    async fn what_a_call_waits_for_is_waited_for_as_long_as_somebody_wants_its_run() {
+        let run = || run(RunLimits::default(), None);
+        assert_eq!(run().in_time(std::future::ready(1)).await, Some(1));
+        let ends: [fn(&Run); 2] = [Run::cut_off, Run::cancel];
+        for end in ends {
+            let run = run();
+            end(&run);
+            assert_eq!(run.in_time(std::future::ready(1)).await, Some(1), "it is there");
+            assert_eq!(run.in_time(std::future::pending::<()>()).await, None);
+        }
+        assert_eq!(run().out_of_time().in_time(std::future::pending::<()>()).await, None);
     }
 
     #[test]
