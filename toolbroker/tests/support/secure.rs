@@ -51,9 +51,11 @@ impl Identity {
                 let mut request = [0; 4096];
                 let Ok(bytes) = secured.read(&mut request) else { continue };
                 let text = String::from_utf8_lossy(&request[..bytes]).into_owned();
-                let _ = secured.write_all(&answer(&text));
-                let name = tls.server_name().unwrap_or("no name").to_owned();
+                let answer = answer(&text);
+                let name = secured.conn.server_name().unwrap_or("no name").to_owned();
+                // Before the answer: whoever has it looks at once.
                 heard_here.lock().unwrap().push(format!("{name} {text}"));
+                let _ = secured.write_all(&answer);
                 tls.send_close_notify();
                 let _ = tls.write_tls(&mut stream);
             }
