@@ -95,6 +95,7 @@ mod tests {
         assert!(budget.spend(11).is_err());
         assert!(budget.spend(u32::MAX).is_err());
         budget.spend(10).unwrap();
+        assert!(budget.spend(u32::MAX).is_err(), "what is spent and this go around");
         budget.spend(0).unwrap();
     }
 

@@ -154,6 +154,7 @@ mod tests {
         let policy = Policy::of(BTreeMap::from([("alice".to_owned(), patterns.to_vec())]));
         assert!(policy.sees_server("alice", "shop") && policy.sees_server("alice", "mail"));
         assert!(!policy.sees_server("alice", "sho") && !policy.sees_server("mallory", "shop"));
+        assert!(!policy.sees_server("alice", "shops") && !policy.sees_server("alice", "mails"));
         assert!(Policy::open().sees_server("mallory", "shop"));
     }
 

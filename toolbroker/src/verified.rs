@@ -269,4 +269,41 @@ mod tests {
         assert!(of(|it| it.principal == "mallory") <= 65);
         assert!(of(|it| it.principal != "mallory") >= TOKENS_MAX / 2);
     }
+
+    #[test]
+    fn what_a_grants_constraints_take_counts_as_much_as_its_bytes() {
+        let bytes_with = |constraint: &str| {
+            let verified = Verified::new(Issuer::ephemeral());
+            let token = grant(verified.issuer(), "alice");
+            let fact = format!("constraint(\"shop.find\", \"{constraint}\");");
+            let token = attenuated(verified.issuer(), &token, &fact);
+            verified.verify(&token, at(0)).unwrap();
+            (verified.known.lock().unwrap().bytes, token.len())
+        };
+        let (prefix, prefix_token) = bytes_with("/a^=[a-z]+");
+        let (pattern, pattern_token) = bytes_with("/a=~[a-z]+");
+        assert_eq!(prefix_token, pattern_token);
+        assert!(prefix > prefix_token, "{prefix}");
+        assert!(pattern > prefix + 64 * 1024, "a compiled pattern takes more: {pattern}");
+    }
+
+    #[test]
+    fn whoever_makes_ever_new_tokens_of_a_grant_has_only_own_ones_forgotten() {
+        let verified = Verified::new(Issuer::ephemeral());
+        let token = grant(verified.issuer(), "alice");
+        verified.verify(&token, at(0)).unwrap();
+        let empty = Standing::Settled(Arc::new(Grant::new(claims_of_nothing()).unwrap()));
+        for number in 0..2 * TOKENS_MAX as u64 {
+            let mut digest = [2; 32];
+            digest[..8].copy_from_slice(&number.to_le_bytes());
+            verified.remember(digest, "mallory", 1, empty.clone());
+        }
+        assert!(verified.known(&token, at(0)).is_some());
+        assert_eq!(count(&verified), TOKENS_MAX);
+        // One that two verified at the same time is there once, and counted once.
+        let bytes = || verified.known.lock().unwrap().bytes;
+        let before = bytes();
+        verified.remember(digest(&token), "alice", token.len(), empty);
+        assert!(bytes() <= before, "{} and then {}", before, bytes());
+    }
 }

@@ -14,7 +14,7 @@ use forge_protocol::broker::{
     Authority, Callable, Effect, GrantClaims, GrantRequest, ListedTool, Narrowing, RefusalKind,
     Reply, Request, ReviewedTool, Standing,
 };
-use forge_protocol::limits::RunLimits;
+use forge_protocol::limits::{CALLS_IN_FLIGHT_MAX, CALLS_MAX, RunLimits};
 use serde_json::{Value, json};
 use support::{Broker, Worker, grant_request, name, run_request, test_server};
 
@@ -170,6 +170,27 @@ fn a_grant_is_good_for_its_principal_and_in_its_session_alone() {
     {
         let (kind, why) = open(&mut broker, principal, session, &token).err().unwrap();
         assert_eq!(kind, RefusalKind::BadGrant, "{principal} {session:?}: {why}");
+    }
+}
+
+#[test]
+fn a_run_may_have_as_many_calls_as_the_protocol_has_room_for_and_no_more() {
+    let desk = Desk::new();
+    let mut broker = desk.broker("", &[]);
+    let token = token(&mut broker, grant_request(&["test.echo"]));
+    let mut open = |calls: u32, calls_in_flight: u32| {
+        let limits = RunLimits { calls, calls_in_flight, ..limits() };
+        broker.open(run_request("alice", Authority::Grant(token.clone()), limits)).map(drop)
+    };
+    open(CALLS_MAX, CALLS_IN_FLIGHT_MAX).unwrap();
+    for (calls, calls_in_flight, what) in [
+        (CALLS_MAX + 1, 1, "calls"),
+        (u32::MAX, 1, "calls"),
+        (1, CALLS_IN_FLIGHT_MAX + 1, "calls_in_flight"),
+    ] {
+        let (kind, why) = open(calls, calls_in_flight).unwrap_err();
+        assert_eq!(kind, RefusalKind::BadRequest, "{why}");
+        assert!(why.contains(what), "{why}");
     }
 }
 

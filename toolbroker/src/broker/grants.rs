@@ -119,3 +119,32 @@ pub(super) fn narrowed(narrowing: Narrowing) -> Result<Vec<u8>, Refused> {
         attenuation::Narrowing { tools, constraints, valid_s, calls_max, cost_max, session };
     Ok(attenuate(&token, &narrowing, SystemTime::now())?)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::definition::Listed;
+    use crate::grant::tests::claims_of_nothing;
+
+    #[test]
+    fn a_runs_grant_and_what_its_caller_hosts_are_together_no_more_than_one_grant_holds() {
+        let hosted = |count: usize| {
+            let listed = (0..count).map(|number| Listed {
+                name: format!("t{number}"),
+                description: None,
+                input_schema: serde_json::Map::new(),
+                output_schema: None,
+            });
+            Hosted::new("app", listed.collect()).unwrap().0
+        };
+        let name = ToolName::parse("shop.find").unwrap();
+        let mut claims = claims_of_nothing();
+        let constraints = Vec::new();
+        claims.tools.push(GrantedTool { name, definition_sha256: [7; 32], constraints });
+        let grant = Grant::new(claims).unwrap();
+        let all = with_hosted(&grant, &hosted(GRANTED_TOOLS_MAX - 1)).unwrap();
+        assert_eq!(all.claims().tools.len(), GRANTED_TOOLS_MAX);
+        let refused = with_hosted(&grant, &hosted(GRANTED_TOOLS_MAX));
+        assert!(matches!(refused, Err(Refused::OverLimit(_))), "{refused:?}");
+    }
+}

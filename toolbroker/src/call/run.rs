@@ -329,7 +329,7 @@ mod tests {
     use super::*;
     use crate::budget::Spent;
     use crate::grant::tests::claims_of_nothing;
-    use forge_protocol::broker::GrantClaims;
+    use forge_protocol::broker::{GrantClaims, GrantedTool};
 
     fn run(limits: RunLimits, calls_max: Option<u32>) -> Run {
         let claims = GrantClaims { calls_max, ..claims_of_nothing() };
@@ -386,6 +386,33 @@ mod tests {
         let run = run(asked, None);
         assert_eq!(run.limits().response_bytes, RESPONSE_BYTES_MAX);
         assert_eq!(run.limits().request_bytes, REQUEST_BYTES_MAX);
+        assert_eq!(run.deadline - run.opened, WALL_MAX + DEADLINE_LEAD);
+    }
+
+    #[test]
+    fn no_run_makes_more_calls_than_there_are_numbers_for() {
+        let run = run(RunLimits { calls: u32::MAX, ..RunLimits::default() }, Some(u32::MAX));
+        for _ in 0..CALLS_MAX {
+            run.spend(0).unwrap();
+        }
+        assert!(run.spend(0).is_err());
+    }
+
+    #[test]
+    fn a_run_calls_no_tool_of_its_grant_that_its_program_does_not_name() {
+        let find = ToolName::parse("shop.find").unwrap();
+        let buy = ToolName::parse("shop.buy").unwrap();
+        let granted = |name: &ToolName| GrantedTool {
+            name: name.clone(),
+            definition_sha256: [7; 32],
+            constraints: Vec::new(),
+        };
+        let tools = vec![granted(&find), granted(&buy)];
+        let grant = Grant::new(GrantClaims { tools, ..claims_of_nothing() }).unwrap();
+        let callable = Callable::These(vec![find.clone()]);
+        let run =
+            Run::new(RunId([0; 16]), [0; 32], callable, Arc::new(grant), RunLimits::default());
+        assert_eq!((run.pin(&find), run.pin(&buy)), (Some([7; 32]), None));
     }
 
     #[test]

@@ -561,4 +561,81 @@ mod tests {
         let refused = claims(&issuer, &token).unwrap_err();
         assert!(matches!(refused, GrantError::Shape(_)), "{refused}");
     }
+
+    #[test]
+    fn a_narrowing_that_no_grant_can_say_is_refused() {
+        let token = issued(&Issuer::ephemeral());
+        let refused = |narrowing: Narrowing| attenuate(&token, &narrowing, now()).unwrap_err();
+        for valid_s in [0, VALID_S_MAX + 1, u64::MAX] {
+            let refused = refused(Narrowing { valid_s: Some(valid_s), ..Narrowing::default() });
+            assert!(matches!(refused, GrantError::Validity { .. }), "{refused}");
+        }
+        let longest = Narrowing { valid_s: Some(VALID_S_MAX), ..Narrowing::default() };
+        attenuate(&token, &longest, now()).unwrap();
+        for session in ["", "a\nb"] {
+            let session = Some(session.to_owned());
+            let refused = refused(Narrowing { session, ..Narrowing::default() });
+            assert!(matches!(refused, GrantError::Session), "{refused}");
+        }
+        let constraint = (name("shop.find"), Constraint::parse("/n<=5").unwrap());
+        let constraints = vec![constraint; CONSTRAINTS_MAX + 1];
+        let many = refused(Narrowing { constraints, ..Narrowing::default() });
+        assert!(matches!(many, GrantError::TooManyConstraints { got: 65 }), "{many}");
+    }
+
+    #[test]
+    fn a_token_that_is_too_large_or_becomes_so_is_not_narrowed() {
+        let narrowing = Narrowing { calls_max: Some(1), ..Narrowing::default() };
+        let long = attenuate(&vec![0; GRANT_BYTES_MAX as usize + 1], &narrowing, now());
+        assert!(matches!(long, Err(GrantError::TooLarge { .. })), "{long:?}");
+
+        let issuer = Issuer::ephemeral();
+        let issue = |name_bytes: usize| {
+            let tool = |n: usize| GrantedTool {
+                name: name(&format!("shop.{n:0>name_bytes$}")),
+                definition_sha256: [7; 32],
+                constraints: Vec::new(),
+            };
+            let terms = Terms {
+                principal: "alice".into(),
+                tools: (0..GRANTED_TOOLS_MAX).map(tool).collect(),
+                valid_s: 1_000,
+                calls_max: None,
+                cost_max: None,
+                session: None,
+            };
+            issuer.issue(&terms, now()).ok()
+        };
+        // As long as they may be: a byte more in each name is too much.
+        let token = (1..250).rev().find_map(issue).unwrap();
+        claims(&issuer, &token).unwrap();
+        let tool = name(&claims(&issuer, &token).unwrap().tools[0].name.to_string());
+        let text = format!("/n^={}", "a".repeat(500));
+        let constraints = vec![(tool, Constraint::parse(&text).unwrap())];
+        let refused = attenuate(&token, &Narrowing { constraints, ..Narrowing::default() }, now());
+        assert!(matches!(refused, Err(GrantError::TooLarge { .. })), "{refused:?}");
+    }
+
+    #[test]
+    fn checks_that_ask_nothing_count_and_a_check_that_would_be_printed_whole_is_refused() {
+        let issuer = Issuer::ephemeral();
+        let token = issued(&issuer);
+        let mut block = BlockBuilder::new();
+        for _ in 0..65 {
+            let check = Check { queries: Vec::new(), kind: CheckKind::One };
+            block = block.check(check).unwrap();
+        }
+        let append = |block: BlockBuilder| {
+            UnverifiedBiscuit::from(&token).unwrap().append(block).unwrap().to_vec().unwrap()
+        };
+        let many = refused(&issuer, &append(block));
+        assert!(many.to_string().contains("too many facts or checks"), "{many}");
+
+        let head = Predicate::new("query".to_owned(), vec![builder::string("a")]);
+        let call = Predicate::new("call".to_owned(), vec![builder::string("shop.buy")]);
+        let queries = vec![Rule::new(head, vec![call], Vec::new(), Vec::new())];
+        let check = Check { queries, kind: CheckKind::One };
+        let told = refused(&issuer, &append(BlockBuilder::new().check(check).unwrap()));
+        assert!(told.to_string().contains("over what is not stated"), "{told}");
+    }
 }

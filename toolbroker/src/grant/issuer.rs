@@ -214,6 +214,7 @@ mod tests {
 
         let file = state.join(ROOT_KEY_FILE);
         assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
+        assert_eq!(fs::metadata(&state).unwrap().permissions().mode() & 0o777, 0o700);
         assert_eq!(fs::read_dir(&state).unwrap().count(), 1, "no draft is left");
         fs::set_permissions(&file, Permissions::from_mode(0o640)).unwrap();
         let refused = Issuer::open(&state).unwrap_err().to_string();
@@ -232,5 +233,38 @@ mod tests {
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
         assert!(keys.iter().all(|key| *key == keys[0]), "{keys:?}");
+    }
+
+    #[test]
+    fn what_the_root_key_signed_and_does_not_say_what_a_grant_says_is_refused() {
+        let issuer = Issuer::ephemeral();
+        let tool =
+            |name: &str, digest: &str| format!("tool(\"{name}\", hex:{});", digest.repeat(32));
+        let alice = "principal(\"alice\");";
+        let end = "expires(2027-01-15T08:01:00Z);";
+        let find = tool("shop.find", "07");
+        let many_tools: String = (0..257).map(|n| tool(&format!("shop.t{n}"), "07")).collect();
+        let many_constraints: String =
+            (0..129).map(|n| format!("constraint(\"shop.find\", \"/n<={n}\");")).collect();
+        let verify = |source: &str| {
+            let token = Biscuit::builder().code(source).unwrap().build(&issuer.root).unwrap();
+            issuer.verify(&token.to_vec().unwrap(), now()).map(drop)
+        };
+        verify(&format!("{alice} {end} {find}")).unwrap();
+        for (source, why) in [
+            (format!("{end} {find}"), "not exactly one principal"),
+            (format!("{alice} principal(\"bob\"); {end} {find}"), "not exactly one principal"),
+            (format!("principal(\"\"); {end} {find}"), "a principal's name"),
+            (format!("{alice} {find}"), "not exactly one end"),
+            (format!("{alice} {end} expires(2028-01-01T00:00:00Z); {find}"), "not exactly one end"),
+            (format!("{alice} {end} {find} {}", tool("shop.find", "08")), "one tool twice"),
+            (format!("{alice} {end} {}", tool("find", "07")), "no tool name"),
+            (format!("{alice} {end} tool(\"shop.find\", hex:07);"), "no SHA-256"),
+            (format!("{alice} {end} {many_tools}"), "257 tools are too many"),
+            (format!("{alice} {end} {find} {many_constraints}"), "129 constraints are too many"),
+        ] {
+            let refused = verify(&source).unwrap_err().to_string();
+            assert!(refused.contains(why), "{why}: {refused}");
+        }
     }
 }

@@ -6,6 +6,7 @@ use forge_protocol::broker::{GrantClaims, GrantedTool};
 use forge_protocol::limits::GRANT_BYTES_MAX;
 use forge_protocol::name::ToolName;
 
+use super::terms::VALID_S_MAX;
 use super::*;
 
 pub(super) fn now() -> SystemTime {
@@ -94,7 +95,8 @@ fn forged_and_damaged_grants_are_refused() {
         assert!(verify(&issuer, &damaged, now()).is_err(), "byte {position}");
     }
     assert!(verify(&issuer, &[], now()).is_err());
-    assert!(verify(&issuer, &vec![0; GRANT_BYTES_MAX as usize + 1], now()).is_err());
+    let long = verify(&issuer, &vec![0; GRANT_BYTES_MAX as usize + 1], now());
+    assert!(matches!(long, Err(GrantError::TooLarge { .. })), "{long:?}");
 }
 
 #[test]
@@ -103,8 +105,10 @@ fn another_principals_grant_is_refused() {
     let token = issuer.issue(&terms(), now()).unwrap();
     let claims = verify(&issuer, &token, now()).unwrap();
     check_presenter(&claims, "alice", None).unwrap();
-    let refused = check_presenter(&claims, "mallory", None).unwrap_err();
-    assert!(matches!(refused, GrantError::OtherPrincipal { .. }), "{refused}");
+    for other in ["mallory", "Alice", "alice ", ""] {
+        let refused = check_presenter(&claims, other, None).unwrap_err();
+        assert!(matches!(refused, GrantError::OtherPrincipal { .. }), "{refused}");
+    }
 }
 
 #[test]
@@ -223,6 +227,23 @@ fn a_grant_of_one_session_is_good_in_no_other() {
     }
     let refused = verify(&issuer, &of_both, now()).unwrap_err();
     assert!(matches!(refused, GrantError::Malformed(_)), "{refused}");
+    let of_none = attenuated(&issuer, &token, r#"session("");"#);
+    let refused = verify(&issuer, &of_none, now()).unwrap_err();
+    assert!(matches!(refused, GrantError::Session), "{refused}");
+}
+
+#[test]
+fn a_budget_below_nothing_is_nothing_and_one_beyond_all_numbers_takes_nothing_away() {
+    let issuer = Issuer::ephemeral();
+    let token = issuer.issue(&terms(), now()).unwrap();
+    for (source, calls_max, cost_max) in [
+        ("calls_max(-1);", 0, 50),
+        ("cost_max(-9223372036854775808);", 20, 0),
+        ("calls_max(4294967296); cost_max(9223372036854775807);", 20, 50),
+    ] {
+        let claims = verify(&issuer, &attenuated(&issuer, &token, source), now()).unwrap();
+        assert_eq!((claims.calls_max, claims.cost_max), (Some(calls_max), Some(cost_max)));
+    }
 }
 
 #[test]
@@ -231,16 +252,19 @@ fn a_block_whose_cost_is_not_bounded_is_refused_at_once() {
     let token = issuer.issue(&terms(), now()).unwrap();
     // Few facts, joined with themselves: hours inside one round.
     let facts: String = (0..60).map(|n| format!("f({n});")).collect();
-    let many: String = (0..65).map(|n| format!("f({n});")).collect();
+    let many: String = (0..65).map(|n| format!("calls_max({n});")).collect();
     let checks = "check if time($t); ".repeat(65);
+    let queries = format!("check if time($t){};", " or time($t)".repeat(64));
     for bomb in [
         format!("{facts} g($a, $b, $c, $d, $e) <- f($a), f($b), f($c), f($d), f($e);"),
         format!("{facts} check if f($a), f($b), f($c), f($d), f($e), $a + $b == 1000;"),
         format!("{facts} reject if f($a), f($b), f($c), f($d), f($e), $a + $b == 1000;"),
         "check if [1, 2].any($x -> [1, 2].all($y -> $y > $x));".to_owned(),
         r#"check if call($t), $t.matches("(a{100}){100}");"#.to_owned(),
+        "check if time($a), time($b);".to_owned(),
         many,
         checks,
+        queries,
     ] {
         let began = std::time::Instant::now();
         let refused = verify(&issuer, &attenuated(&issuer, &token, &bomb), now()).unwrap_err();
@@ -259,6 +283,18 @@ fn terms_that_cannot_be_met_are_refused() {
     ));
     assert!(matches!(refused(Terms { valid_s: 0, ..terms() }), GrantError::Validity { .. }));
     assert!(matches!(refused(Terms { valid_s: u64::MAX, ..terms() }), GrantError::Validity { .. }));
+    let over = Terms { valid_s: VALID_S_MAX + 1, ..terms() };
+    assert!(matches!(over.clone().claims(now()), Err(GrantError::Validity { .. })));
+    assert!(matches!(refused(over), GrantError::Validity { .. }));
+    issuer.issue(&Terms { valid_s: VALID_S_MAX, ..terms() }, now()).unwrap();
+    let session = Some(String::new());
+    assert!(matches!(refused(Terms { session, ..terms() }), GrantError::Session));
+    let mut constrained = terms();
+    constrained.tools[0].constraints = vec!["/n<=5".into(); 60];
+    constrained.tools[1].constraints = vec!["/n<=5".into(); 4];
+    issuer.issue(&constrained, now()).unwrap();
+    constrained.tools[1].constraints.push("/n<=5".into());
+    assert!(matches!(refused(constrained), GrantError::TooManyConstraints { got: 65 }));
     let tools = (0..257).map(|n| tool(&format!("shop.t{n}"))).collect();
     assert!(matches!(refused(Terms { tools, ..terms() }), GrantError::TooManyTools { got: 257 }));
     let tools = (0..256).map(|n| tool(&format!("shop.{n:0>240}"))).collect();
