@@ -147,4 +147,16 @@ mod tests {
             "a%2Fb%3Fc%23d%25e%20f%2Bg%26h%3D%C3%A9%0D%0A"
         );
     }
+
+    #[test]
+    fn a_text_of_dots_and_nothing_leads_nowhere_however_it_is_written() {
+        for text in
+            ["", ".", "./.", "/", "%2e", "%252e", " ", "\t", "%0a", ".;a=b", "#a", "?", "\\."]
+        {
+            assert!(leads_nowhere(text), "{text:?}");
+        }
+        for text in ["a", "..", "./a", "...", "%2e%2e", "%61"] {
+            assert!(!leads_nowhere(text), "{text:?}");
+        }
+    }
 }

@@ -476,6 +476,7 @@ mod tests {
             ("/tags/1=  {\"n\":1}", None),
             ("/tags/1/n>=1", None),
             ("/tags/01/n>=1", Some(Missing)),
+            ("/tags/+1/n>=1", Some(Missing)),
             ("/tags/-/n>=1", Some(Missing)),
             ("/tags/2=1", Some(Missing)),
             ("/a~1b/m~0n=true", None),
@@ -506,6 +507,8 @@ mod tests {
         }
         assert_eq!(outside("={\"a\": 1}", &json!({"a": 1})), None);
         assert_eq!(outside("={\"a\": 1}", &json!({"a": 1, "b": 2})), Some(Other));
+        assert_eq!(outside("={\"a\": 1}", &json!({"b": 1})), Some(Other));
+        assert_eq!(outside("={\"b\": 2, \"a\": 1}", &json!({"a": 1, "b": 2.0})), None);
     }
 
     #[test]
@@ -539,9 +542,17 @@ mod tests {
             ("/maxItems=1", json!({"maxItems": 1, "max.items": 2}), "max.items"),
             ("/maxItems=1", json!({"maxItems": 1, " Max-Items": 2}), " Max-Items"),
             ("/maxItems=1", json!({"maxItems": 1, "maxItems\0x": 2}), "maxItems\0x"),
+            ("/maxItems=1", json!({"maxItems": 1, "max\0Items": 2}), "max\0Items"),
+            ("/maxItems=1", json!({"maxItems": 1, "max\u{1}Items": 2}), "max\u{1}Items"),
             ("/a/b=1", json!({"a": {"b": 1}, "A": {"b": 2}}), "A"),
             ("/a/0/b=1", json!({"a": [{"b": 1, "B": 2}]}), "B"),
             ("/order/lines/0/sku=1", json!({"order": {"lines": [{"sku": 1, "Sku": 2}]}}), "Sku"),
+            // One of a list's items may have it; what is no item is another.
+            (
+                "/order/lines/x/sku=1",
+                json!({"order": {"lines": {"x": {"sku": 1, "SKU": 2}}}}),
+                "SKU",
+            ),
             ("/order/maxItems=1", json!({"order": {"maxItems": 1, "maxitems": 2}}), "maxitems"),
             ("/order/maxItems=1", json!({"order": {"maxItems": 1}, "Order": 2}), "Order"),
         ] {
@@ -587,7 +598,29 @@ mod tests {
 
     #[test]
     fn a_member_that_differs_by_a_character_that_is_not_seen_is_a_twin() {
-        for unseen in ['\u{ad}', '\u{200b}', '\u{2060}', '\u{fe0f}', '\u{feff}', '\u{e0020}'] {
+        for unseen in [
+            '\u{ad}'..='\u{ad}',
+            '\u{307}'..='\u{307}',
+            '\u{34f}'..='\u{34f}',
+            '\u{61c}'..='\u{61c}',
+            '\u{115f}'..='\u{1160}',
+            '\u{17b4}'..='\u{17b5}',
+            '\u{180b}'..='\u{180f}',
+            '\u{200b}'..='\u{200f}',
+            '\u{202a}'..='\u{202e}',
+            '\u{2060}'..='\u{206f}',
+            '\u{3164}'..='\u{3164}',
+            '\u{fe00}'..='\u{fe0f}',
+            '\u{feff}'..='\u{feff}',
+            '\u{ffa0}'..='\u{ffa0}',
+            '\u{fff0}'..='\u{fff8}',
+            '\u{1bca0}'..='\u{1bca3}',
+            '\u{1d173}'..='\u{1d17a}',
+            '\u{e0000}'..='\u{e0fff}',
+        ]
+        .into_iter()
+        .flatten()
+        {
             let mut constraints = Constraints::none();
             constraints.push(Constraint::parse("/amount<=5").unwrap());
             let twin = format!("amo{unseen}unt");
