@@ -815,6 +815,9 @@ fn a_token_that_a_server_issues_itself_is_taken_out_of_what_it_says_alone() {
         let text = answer[0]["text"].as_str().unwrap();
         assert_eq!(text.contains(r#"{"say":"access-token-1"}"#), is_left, "{tool}: {text}");
     }
+    // And what nobody may say, it may not say either.
+    let (_, answer) = worker.call("web.echo", &json!({ "say": CANARY }));
+    assert!(!answer.to_string().contains(CANARY), "{answer}");
     // Of what a built-in has from it as well.
     mcp.get().resources = vec![resource("see access-token-1")];
     worker.send("resource.read", br#"{"server":"web","uri":"test://x"}"#);

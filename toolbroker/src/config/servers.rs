@@ -503,3 +503,20 @@ fn expand(text: &str, lookup: Lookup<'_>) -> Result<String, Problem> {
     out.push_str(rest);
     Ok(out)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_called_like_a_credential_is_taken_for_one_unless_it_is_too_short() {
+        for (name, value, is_one) in [
+            ("API_KEY", "hunter2-hunter2", true),
+            ("api_key", "hunter2-hunter2", true),
+            ("API_KEY", "hunter2", false),
+            ("HOME", "hunter2-hunter2", false),
+        ] {
+            assert_eq!(is_guessed_secret(name, value), is_one, "{name} {value}");
+        }
+    }
+}

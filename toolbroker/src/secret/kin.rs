@@ -214,6 +214,10 @@ mod tests {
             ("redis://:pass/word@1@cache:6379", "pass/word@1"),
             ("Server=db;User Id=sa;Password=Corr3ct-Horse;Encrypt=true", "Corr3ct-Horse"),
             ("host=db user=app pwd='Corr3ct-Horse'", "Corr3ct-Horse"),
+            (r#"host=db user=app pwd="Corr3ct-Horse""#, "Corr3ct-Horse"),
+            ("cache:6379,password=Corr3ct-Horse,ssl=True", "Corr3ct-Horse"),
+            ("https://hooks.example/in?token=Corr3ct-Horse", "Corr3ct-Horse"),
+            ("https://hooks.example/in?a=b&api_key=Corr3ct-Horse&c=d", "Corr3ct-Horse"),
             ("DefaultEndpointsProtocol=https;AccountKey=abc+/12345==", "abc+/12345=="),
         ] {
             assert!(kin_of(value).iter().any(|it| it == part), "{value}");
@@ -230,7 +234,12 @@ mod tests {
             assert!(kin.iter().all(|it| it.len() == innocent.len()), "{kin:?}");
         }
         let of = |header: &str, value| parts_of_credential(header, value).join(" ");
-        assert!(of("Cookie", "session=8f3a99bc12; theme=dark").starts_with("8f3a99bc12 "));
+        for header in ["Cookie", "cookie", "COOKIE"] {
+            let parts = of(header, "session=8f3a99bc12; theme=dark");
+            assert!(parts.starts_with("8f3a99bc12 "), "{parts}");
+        }
+        assert!(parts_of_header(r#"session="8f3a99bc12"; theme=dark"#).contains(&"8f3a99bc12"));
+        assert!(parts_of_header("one=8f3a99bc12,two=9a4b00cd23").contains(&"8f3a99bc12"));
         assert_eq!(of("Authorization", "ApiKey reader:abc-12345"), "reader:abc-12345 abc-12345");
         assert_eq!(of("X-Api-Key", "correct horse battery telephone"), "");
         assert_eq!(parts_of_header("ApiKey reader:abc-12345"), ["abc-12345", "reader:abc-12345"]);
@@ -267,5 +276,21 @@ mod tests {
         for other in ["00aabbcc", "00112233-445566aa", "token-of-somebody-else"] {
             assert_eq!(kin_of(other), Vec::<String>::new(), "{other}");
         }
+    }
+
+    #[test]
+    fn what_is_called_like_a_credential_is_one_in_small_letters_too() {
+        for name in ["API_KEY", "api_key", "Authorization", "x-auth-token", "sentryDsn"] {
+            assert!(names_credential(name), "{name}");
+        }
+        for name in ["PATH", "home", "Accept", "lang"] {
+            assert!(!names_credential(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_value_without_enough_ascii_is_not_looked_for_as_question_marks() {
+        let kin = kin_of("пароль-пароль");
+        assert!(kin.iter().all(|it| !it.contains(['?', '\u{fffd}'])), "{kin:?}");
     }
 }

@@ -335,4 +335,30 @@ mod tests {
         }
         panic!("its child lives on");
     }
+
+    #[test]
+    fn what_is_no_file_of_this_users_or_is_too_long_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("token");
+        let write = |bytes: u64| {
+            std::fs::write(&file, "x".repeat(bytes as usize)).unwrap();
+            std::fs::set_permissions(&file, PermissionsExt::from_mode(0o600)).unwrap();
+            Secret::from_file(&file)
+        };
+        assert_eq!(write(SECRET_BYTES_MAX).unwrap().expose().len() as u64, SECRET_BYTES_MAX);
+        let long = write(SECRET_BYTES_MAX + 1);
+        assert!(matches!(long, Err(SecretError::NotASecretFile { .. })), "{long:?}");
+        let no_file = Secret::from_file(Path::new("/dev/zero"));
+        assert!(matches!(no_file, Err(SecretError::NotASecretFile { .. })), "{no_file:?}");
+        let no_file = Secret::from_file(folder.path());
+        assert!(matches!(no_file, Err(SecretError::NotASecretFile { .. })), "{no_file:?}");
+
+        write(8).unwrap();
+        if rustix::fs::chown(&file, Some(rustix::fs::Uid::from_raw(64_123)), None).is_err() {
+            eprintln!("SKIPPED in part: only root gives files away");
+            return;
+        }
+        let foreign = Secret::from_file(&file);
+        assert!(matches!(foreign, Err(SecretError::ForeignOwner { owner: 64_123, .. })));
+    }
 }

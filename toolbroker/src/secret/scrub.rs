@@ -572,6 +572,10 @@ mod tests {
             ("1/half-escape&am", "%41&#x2F;half-escape&amp;"),
             ("0041/half-escape", "\\u0041&#x2F;half-escape"),
             ("n/half-escape", "C:\\n&#x2F;half-escape"),
+            ("a/half-escape&#x4", "a\\/half-escape&#x41;"),
+            ("x41/half-escape", "\\x41&#x2F;half-escape"),
+            ("u0041/half-escape", "\\u0041&#x2F;half-escape"),
+            ("mp;/half-escape", "&amp;&#x2F;half-escape"),
         ] {
             let left = scrubber(&[value]).text(text);
             assert!(left.contains(REDACTED) && !left.contains("half"), "{left}");
@@ -615,6 +619,16 @@ mod tests {
         for innocent in ["half-escape 100%", "a /half-escape&amp;", "x/half-escape %41"] {
             assert_eq!(scrubber.text(innocent), innocent);
         }
+        let short = self::scrubber(&["abcdef%4"]).text("abcdef\\x41 b");
+        assert_eq!(short, "abcdef\\x41 b", "what is left is too short to be told from words");
+    }
+
+    #[test]
+    fn a_value_is_found_where_one_escape_is_all_that_is_odd_about_a_text() {
+        let scrubber = scrubber(&["secret-value"]);
+        for text in ["secret&#45;value", "secret%2dvalue", "secret\\x2dvalue", "secret-\nvalue"] {
+            assert_eq!(scrubber.text(text), REDACTED, "{text}");
+        }
     }
 
     #[test]
@@ -645,6 +659,8 @@ mod tests {
         let scrubber = scrubber(&["%74%6f%6b%65%6e"]);
         assert_eq!(scrubber.text("a token"), "a token");
         assert_eq!(scrubber.text("a %74%6f%6b%65%6e"), format!("a {REDACTED}"));
+        let just_long_enough = self::scrubber(&["%61bcdefgh"]);
+        assert_eq!(just_long_enough.text("an abcdefgh"), format!("an {REDACTED}"));
     }
 
     #[test]
@@ -689,6 +705,24 @@ mod tests {
     }
 
     #[test]
+    fn a_value_that_is_whole_in_one_text_counts_once_however_many_there_are() {
+        let said = json!(["x", VALUE, "y"]);
+        let Scrubbed { left, removed } = scrubber(&[VALUE]).json_counted(said);
+        assert_eq!((left, removed), (json!(["x", REDACTED, "y"]), 1));
+    }
+
+    #[test]
+    fn what_stands_behind_something_too_deep_to_be_followed_is_looked_through() {
+        for lists in [DEPTH_MAX - 1, DEPTH_MAX, DEPTH_MAX + 50] {
+            let deep = |text: &str| (0..lists).fold(json!(text), |inner, _| json!([inner]));
+            let left = scrubber(&[VALUE]).json(json!([deep("clean"), VALUE]));
+            assert_eq!(left[1], REDACTED, "{lists}");
+            let left = scrubber(&[VALUE]).json(json!([VALUE, deep(VALUE)])).to_string();
+            assert_eq!(left.matches(REDACTED).count(), 2, "{lists}");
+        }
+    }
+
+    #[test]
     fn values_that_overlap_leave_nothing_of_either() {
         let scrubber = scrubber(&["abcdefghij", "ghijklmnop"]);
         assert_eq!(scrubber.text("x abcdefghijklmnop y"), format!("x {REDACTED} y"));
@@ -720,6 +754,13 @@ mod tests {
     }
 
     #[test]
+    fn what_nobody_can_look_for_stays_so_beside_what_can_be_looked_for() {
+        let none = Scrubber { known: Known::Unsearchable };
+        let some = scrubber(&[VALUE]);
+        assert_eq!([none.and(&some), some.and(&none)].map(|it| it.text("a")), [REDACTED; 2]);
+    }
+
+    #[test]
     fn a_texts_beginning_has_no_part_of_a_value_that_goes_on_behind_it() {
         let scrubber = scrubber(&["secret-value"]);
         let text = "\u{e9}secret-value secret-value!";
@@ -737,6 +778,8 @@ mod tests {
         let scrubber = scrubber(&["secret-value"]);
         let text = "\u{e9}secret-value\u{e9}";
         assert_eq!(scrubber.text(text), format!("\u{e9}{REDACTED}\u{e9}"));
+        // Two of one character.
+        assert_eq!(replaced("ab\u{1f600}c", &[0..3, 4..6]), format!("{REDACTED}{REDACTED}c"));
     }
 
     #[test]

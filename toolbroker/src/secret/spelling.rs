@@ -467,17 +467,17 @@ mod tests {
 
     #[test]
     fn base64_of_a_longer_text_has_the_values_own_characters_wherever_it_begins() {
-        let value = "s3cr3t?>~value-of-some-length";
-        let all = spellings(value);
-        for before in 0..9 {
-            for after in 0..3 {
+        let places = (0..9).flat_map(|before| (0..3).map(move |after| (before, after)));
+        for value in ["s3cr3t?>~value-of-some-length", "s3cr3t?>"] {
+            let all = spellings(value);
+            for (before, after) in places.clone() {
                 let text = format!("{}{value}{}", "x".repeat(before), "y".repeat(after));
                 for engine in [STANDARD_NO_PAD, URL_SAFE_NO_PAD] {
                     let spelled = engine.encode(&text);
                     let met = |it: &Zeroizing<Vec<u8>>| {
                         spelled.as_bytes().windows(it.len()).any(|window| *window == **it)
                     };
-                    assert!(all.iter().any(met), "{before} {after}");
+                    assert!(all.iter().any(met), "{value} {before} {after}");
                 }
             }
         }
@@ -487,5 +487,28 @@ mod tests {
     fn short_values_are_looked_for_as_they_are_and_not_in_spellings_that_anything_meets() {
         assert_eq!(spellings("ab").len(), 1);
         assert!(spellings("abcdefgh").len() > 1);
+    }
+
+    #[test]
+    fn a_value_is_spelled_in_each_encoding_that_texts_have() {
+        let value = "p\u{e4}ssw\u{f6}rd-1";
+        let all = spellings(value);
+        let latin: Vec<u8> = value.chars().map(|it| it as u8).collect();
+        let wide = |bytes_of: fn(u16) -> [u8; 2]| value.encode_utf16().flat_map(bytes_of).collect();
+        let encoded: [Vec<u8>; 4] =
+            [value.as_bytes().to_vec(), latin, wide(u16::to_le_bytes), wide(u16::to_be_bytes)];
+        for bytes in encoded {
+            let hex = crate::hex(&bytes);
+            for spelled in [bytes, hex.to_ascii_uppercase().into_bytes(), hex.into_bytes()] {
+                assert!(all.iter().any(|it| **it == spelled), "{spelled:?}");
+            }
+        }
+
+        let is_wide = |length: usize| {
+            let value = "a1".repeat(length)[..length].to_owned();
+            let wide: Vec<u8> = value.encode_utf16().flat_map(u16::to_le_bytes).collect();
+            spellings(&value).iter().any(|it| **it == wide)
+        };
+        assert_eq!([WIDE_BYTES_MAX, WIDE_BYTES_MAX + 1].map(is_wide), [true, false]);
     }
 }

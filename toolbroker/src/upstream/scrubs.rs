@@ -181,6 +181,10 @@ mod tests {
         }
         let is_left = |token| scrubs.text(long(token).expose()) == long(token).expose();
         assert_eq!([0, 1, 2, 3].map(is_left), [true, false, false, false]);
+        // The one in use is looked for however long it is.
+        let longest = "0123456789".repeat(TOKENS_BYTES_MAX / 10 + 1);
+        scrubs.learn("a", &secret(&longest), IssuedBy::Named).await;
+        assert!(scrubs.text(&longest) != longest);
     }
 
     #[tokio::test]
