@@ -363,6 +363,47 @@ async fn a_post_that_is_redirected_by_303_becomes_a_get_without_its_body() {
     assert!(!heard[1].contains("sent") && !heard[1].contains("content-type"), "{heard:?}");
 }
 
+#[tokio::test]
+async fn a_look_at_the_head_alone_stays_one_where_it_is_redirected() {
+    for status in ["301 Moved Permanently", "303 See Other", "307 Temporary Redirect"] {
+        let server = Server::new(move |head| match head.contains(" /seen ") {
+            true => ok(b""),
+            false => answer(status, "location: /seen\r\n", b""),
+        });
+        let url = format!("http://127.0.0.1:{}/", server.port);
+        let seen = request(&local(server.port), Method::Head, url).await;
+        assert!(matches!(seen, Fetched::Response(_)), "{status}: {seen:?}");
+        assert!(server.heard()[1].starts_with("HEAD /seen"), "{status}");
+    }
+}
+
+#[tokio::test]
+async fn a_redirect_to_two_places_leads_to_neither() {
+    let server = Server::new(|head| match head.starts_with("GET / ") {
+        true => answer("302 Found", "location: /one\r\nlocation: /two\r\n", b""),
+        false => ok(b"seen"),
+    });
+    let url = format!("http://127.0.0.1:{}/", server.port);
+    assert_eq!(refusal(&local(server.port), url).await, "bad_answer");
+    assert_eq!(server.heard().len(), 1);
+}
+
+#[tokio::test]
+async fn a_look_with_a_body_is_not_sent() {
+    let server = Server::new(|_| ok(b"seen"));
+    let client = local(server.port);
+    for method in [Method::Get, Method::Head] {
+        let url = format!("http://127.0.0.1:{}/", server.port);
+        let asked = Request { method, url, headers: Vec::new(), body: b"sent".to_vec() };
+        let refused = client.room().await.unwrap().fetch(asked, anywhere).await;
+        assert!(
+            matches!(&refused, Fetched::Failed(error) if error.code() == "bad_request"),
+            "{refused:?}"
+        );
+    }
+    assert!(server.heard().is_empty());
+}
+
 /// What becomes of a POST that is answered with a redirect, as it is told.
 async fn redirected(status: &'static str, location: &'static str) -> String {
     let server = Server::new(move |_| answer(status, &format!("location: {location}\r\n"), b""));
@@ -639,6 +680,12 @@ async fn a_write_that_got_no_answer_is_lost_and_a_look_is_only_failed() {
     assert!(matches!(written, Fetched::Lost(_)), "{written:?}");
     let read = request(&client, Method::Get, url).await;
     assert!(matches!(read, Fetched::Failed(_)), "{read:?}");
+    // An answer that cannot be used says as little of what was done.
+    let odd = Server::new(|_| answer("200 OK", "content-encoding: gzip\r\n", b"?"));
+    let url = format!("http://127.0.0.1:{}/", odd.port);
+    let written = request(&local(odd.port), Method::Post, url).await;
+    assert!(matches!(written, Fetched::Lost(_)), "{written:?}");
+    assert!(odd.heard()[0].contains("content-length: 0"), "{:?}", odd.heard());
     // What never left is not lost.
     let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
     let unsent = request(&local(free), Method::Post, format!("http://127.0.0.1:{free}/")).await;
@@ -683,6 +730,21 @@ async fn a_certificate_that_nobody_vouches_for_is_refused() {
     let url = format!("https://api.example.com:{port}/");
     assert_eq!(refusal(&client, url).await, "not_trusted");
     assert!(heard.lock().unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn a_certificate_that_names_a_credential_is_told_without_it() {
+    let value = "hunter2-token.example.com";
+    let theirs = Identity::of(value);
+    let (port, _) = theirs.serve(|_| ok(b"secure"));
+    let mut secure = Rule { scheme: Scheme::Https, ..rule("api.example.com", port) };
+    secure.headers = vec![credential("authorization", value)];
+    let tls = forge_toolbroker::egress::tls(vec![theirs.certificate.clone()]).unwrap();
+    let client = Client::new(Policy { tls, ..policy(vec![secure]) }, Names::new(&[&["127.0.0.1"]]));
+    let url = format!("https://api.example.com:{port}/");
+    let Fetched::Failed(error) = request(&client, Method::Get, url).await else { panic!() };
+    let told = error.to_string();
+    assert!(told.contains("[credential removed]") && !told.contains("hunter2"), "{told}");
 }
 
 // Through a real broker

@@ -241,6 +241,8 @@ mod tests {
         assert!(range.contains("10.1.255.255".parse().unwrap()));
         assert!(!range.contains("10.2.0.0".parse().unwrap()));
         assert!(!range.contains("::ffff:10.1.0.0".parse().unwrap()));
+        assert!(!range.contains("::10.1.0.0".parse().unwrap()));
+        assert!(!AddressRange::parse("::/96").unwrap().contains("10.1.0.0".parse().unwrap()));
         assert!(AddressRange::parse("::1").unwrap().contains(Ipv6Addr::LOCALHOST.into()));
         assert!(AddressRange::parse("0.0.0.0/0").unwrap().contains(Ipv4Addr::LOCALHOST.into()));
         assert!(AddressRange::parse("::/0").unwrap().contains(Ipv6Addr::LOCALHOST.into()));

@@ -709,4 +709,35 @@ mod tests {
         let many = vec![("accept".to_owned(), String::new()); PROGRAM_HEADERS_MAX + 1];
         assert!(program_headers(&many).is_err());
     }
+
+    #[test]
+    fn a_program_may_set_so_many_headers_and_no_more() {
+        let asked = |count: usize| {
+            let all: Vec<_> = (0..count).map(|it| (format!("a-{it}"), String::new())).collect();
+            program_headers(&all).map(|all| all.len())
+        };
+        assert_eq!(asked(PROGRAM_HEADERS_MAX).unwrap(), PROGRAM_HEADERS_MAX);
+        let many = asked(PROGRAM_HEADERS_MAX + 1);
+        assert!(matches!(many, Err(FetchError::Request(_))), "{many:?}");
+    }
+
+    #[test]
+    fn a_rule_without_ranges_allows_what_is_public_and_one_with_ranges_them_alone() {
+        let mut rule = Rule {
+            scheme: Scheme::Https,
+            host: Host::Domain("api.example.com".into()),
+            port: 443,
+            methods: vec![Method::Get],
+            path_prefix: "/".into(),
+            addresses: Vec::new(),
+            headers: Vec::new(),
+            request_headers: Vec::new(),
+            response_headers: Vec::new(),
+        };
+        let [public, inside] = [IpAddr::from([1, 1, 1, 1]), IpAddr::from([10, 1, 0, 1])];
+        let allows = |rule: &Rule| [public, inside].map(|it| check_address(rule, it).is_ok());
+        assert_eq!(allows(&rule), [true, false]);
+        rule.addresses = vec![address::AddressRange::parse("10.1.0.0/16").unwrap()];
+        assert_eq!(allows(&rule), [false, true]);
+    }
 }

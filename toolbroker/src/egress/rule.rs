@@ -511,6 +511,7 @@ mod tests {
         }
         for url in [
             "http://api.example.com/v1/",
+            "http://api.example.com:443/v1/",
             "https://api.example.com:8443/v1/",
             "https://api.example.com/v1",
             "https://api.example.com/v10/",
@@ -711,5 +712,23 @@ mod tests {
             let name = HeaderName::from_static(name);
             assert!(!rule.program_sees(&name) && !program_might_see(&name), "{name}");
         }
+    }
+
+    #[test]
+    fn a_header_that_the_operator_sends_is_no_programs_to_set() {
+        let mut rule = rule("https://h.example/", &[Method::Get]);
+        let [key, other] = ["x-api-key", "x-other"].map(HeaderName::from_static);
+        rule.request_headers = vec![key.clone(), other.clone()];
+        assert!(rule.program_may_send(&key));
+        rule.headers = [header::ACCEPT, key.clone()]
+            .map(|name| OperatorHeader {
+                name,
+                prefix: String::new(),
+                value: Secret::new("hunter2-hunter2".into()).unwrap(),
+                is_credential: true,
+            })
+            .to_vec();
+        assert!(!rule.program_may_send(&key) && !rule.program_may_send(&header::ACCEPT));
+        assert!(rule.program_may_send(&other) && rule.program_may_send(&header::RANGE));
     }
 }
