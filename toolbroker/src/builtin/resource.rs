@@ -10,13 +10,13 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use rmcp::model::JsonObject;
-use serde_json::{Value, json};
+use serde_json::json;
 use url::Url;
 
 use super::{Caller, Failure, Plan, Work, text};
 use crate::definition::Effect;
 use crate::egress::rule::{URL_BYTES_MAX, is_plain_path};
-use crate::upstream::{Away, CallEnd, Said, Upstream};
+use crate::upstream::{Away, Said, Upstream};
 
 /// What the operator allows.
 #[derive(Clone, Debug)]
@@ -111,27 +111,8 @@ async fn carry_out(
         Ok(place) => place,
         Err(failure) => return failure.into(),
     };
-    let end = match connection.read_resource(uri, caller.deadline).await {
-        CallEnd::Answered(contents) => {
-            let (bytes, limit) = (bytes_of(&contents), sources.bytes_max);
-            if bytes > limit {
-                let message = format!("the resource has {bytes} bytes, the limit is {limit}");
-                Failure::new("too_large", message).into()
-            } else {
-                CallEnd::Answered(json!({ "contents": contents }))
-            }
-        }
-        other => other,
-    };
-    connection.said(end.into())
-}
-
-fn bytes_of(contents: &Value) -> usize {
-    let parts = contents.as_array().into_iter().flatten();
-    parts
-        .flat_map(|part| ["text", "blob"].map(|name| part.get(name)))
-        .map(|text| text.and_then(Value::as_str).map_or(0, str::len))
-        .sum()
+    let answer = connection.read_resource(uri, sources.bytes_max, caller.deadline).await;
+    connection.said(answer)
 }
 
 impl Sources {

@@ -38,7 +38,6 @@ use super::streamable::{self, ExchangeError, Fault, Mcp};
 use super::{
     Answer, Away, CallEnd, Connection, ERROR_TEXT_BYTES_MAX, Places, Unread, Unusable, Upstream,
 };
-use crate::beside;
 use crate::definition::Tool;
 
 /// How long a listing may take once the server is up.
@@ -507,47 +506,49 @@ impl Session {
         Ok(end.into())
     }
 
-    /// Reads one of its resources: its contents as a JSON list. A server that
+    /// Reads one of its resources, of so many bytes at most. A server that
     /// forgot the session is asked once more in a new one, as for a call.
-    pub(super) async fn read_resource(&self, uri: &str, until: Instant) -> CallEnd {
-        let read = self.read_once(uri).await.map(Answer::End);
+    pub(super) async fn read_resource(
+        &self,
+        uri: &str,
+        bytes_max: usize,
+        until: Instant,
+    ) -> Answer {
+        let read = self.read_once(uri, bytes_max).await;
         if let Attempt::Ended(answer) = self.ended(read).await {
-            return answer.read();
+            return answer;
         }
         let connection = match self.next(until).await {
             Ok(connection) => connection,
-            Err(end) => return end,
+            Err(end) => return end.into(),
         };
         match &*connection {
             Connection::Mcp(session) => {
-                let read = session.read_once(uri).await.map(Answer::End);
-                session.ended(read).await.or_gone(session).read()
+                let read = session.read_once(uri, bytes_max).await;
+                session.ended(read).await.or_gone(session)
             }
-            Connection::Api(_) | Connection::Hosted(_) => gone("the session ended"),
+            Connection::Api(_) | Connection::Hosted(_) => gone("the session ended").into(),
         }
     }
 
     /// Sent as it is: what the library offers for this answers from a cache.
-    async fn read_once(&self, uri: &str) -> Result<CallEnd, ServiceError> {
+    async fn read_once(&self, uri: &str, bytes_max: usize) -> Result<Answer, ServiceError> {
         let request = ReadResourceRequest::new(ReadResourceRequestParams::new(uri));
-        match self.asked(ClientRequest::ReadResourceRequest(request)).await {
-            Ok(ServerResult::CustomResult(said)) => {
-                let result = match received::as_it_came(said) {
-                    Some(large @ Came::Text(_)) => beside(move || large.read()).await,
-                    came => came.and_then(Came::read),
-                };
-                let contents = result.and_then(|mut it| it.get_mut("contents").map(Value::take));
-                let contents = contents
-                    .filter(|it| it.as_array().is_some_and(|all| all.iter().all(is_content)));
-                Ok(contents.map_or(CallEnd::Unusable(Unusable::NoResource), CallEnd::Answered))
-            }
+        let end = match self.asked(ClientRequest::ReadResourceRequest(request)).await {
+            Ok(ServerResult::CustomResult(said)) => match received::as_it_came(said) {
+                Some(Came::Text(text)) => {
+                    return Ok(Unread::Resource { text, bytes_max }.answer());
+                }
+                came => contents(came.and_then(Came::read), bytes_max),
+            },
             Ok(ServerResult::InputRequiredResult(_)) => {
                 let text = "the resource asks its reader for input, and a run has none";
-                Ok(CallEnd::Failed(json!({ "error": text })))
+                CallEnd::Failed(json!({ "error": text }))
             }
-            Ok(_) => Ok(CallEnd::Unusable(Unusable::NoResource)),
-            Err(error) => answered_error(error),
-        }
+            Ok(_) => CallEnd::Unusable(Unusable::NoResource),
+            Err(error) => answered_error(error)?,
+        };
+        Ok(end.into())
     }
 
     pub(super) async fn stop(&self) {
@@ -561,6 +562,24 @@ impl Session {
 
 /// Whether it is what a resource has in one place: it says where, and has a text or
 /// bytes in base64.
+/// What is in a resource (`ReadResourceResult`), if there are no more than so many bytes in it.
+pub(super) fn contents(result: Option<Value>, bytes_max: usize) -> CallEnd {
+    let contents = result.and_then(|mut it| it.get_mut("contents").map(Value::take));
+    let Some(contents) =
+        contents.filter(|it| it.as_array().is_some_and(|all| all.iter().all(is_content)))
+    else {
+        return CallEnd::Unusable(Unusable::NoResource);
+    };
+    let parts = contents.as_array().into_iter().flatten();
+    let texts = parts.flat_map(|part| [&part["text"], &part["blob"]]).filter_map(Value::as_str);
+    let bytes: usize = texts.map(str::len).sum();
+    if bytes > bytes_max {
+        let message = format!("the resource has {bytes} bytes, the limit is {bytes_max}");
+        return CallEnd::Failed(json!({ "error": message, "code": "too_large" }));
+    }
+    CallEnd::Answered(json!({ "contents": contents }))
+}
+
 fn is_content(content: &Value) -> bool {
     content["uri"].is_string() && (content["text"].is_string() || content["blob"].is_string())
 }

@@ -356,14 +356,14 @@ impl Connection {
         }
     }
 
-    /// Reads one of its resources: its contents as a JSON list, as they came.
+    /// Reads one of its resources, of so many bytes at most: its `contents`, as they came.
     /// Dropping the future tells the server that nobody waits any more. None is
     /// asked for a second time after `until`, the end of its run.
-    pub async fn read_resource(&self, uri: &str, until: Instant) -> CallEnd {
+    pub async fn read_resource(&self, uri: &str, bytes_max: usize, until: Instant) -> Answer {
         match self {
-            Self::Mcp(session) => session.read_resource(uri, until).await,
+            Self::Mcp(session) => session.read_resource(uri, bytes_max, until).await,
             Self::Api(_) | Self::Hosted(_) => {
-                CallEnd::failed("NoResources", "only MCP servers have resources")
+                CallEnd::failed("NoResources", "only MCP servers have resources").into()
             }
         }
     }

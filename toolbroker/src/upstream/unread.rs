@@ -23,13 +23,20 @@ pub enum Unread {
         /// Whether the tool has a schema for what is structured.
         promised: bool,
     },
+    /// What a resource of MCP has (`ReadResourceResult`).
+    Resource {
+        /// The result.
+        text: String,
+        /// The most that there may be in it, in bytes.
+        bytes_max: usize,
+    },
 }
 
 impl Unread {
     fn bytes(&self) -> usize {
         match self {
             Self::Json(text) | Self::Hosted(text) => text.len(),
-            Self::Result { text, .. } => text.len(),
+            Self::Result { text, .. } | Self::Resource { text, .. } => text.len(),
         }
     }
 
@@ -46,6 +53,10 @@ impl Unread {
             Self::Result { text, promised } => {
                 let result = forge_protocol::json::from_slice_mended::<Value>(text.as_bytes());
                 mcp::read(result.ok(), promised)
+            }
+            Self::Resource { text, bytes_max } => {
+                let result = forge_protocol::json::from_slice_mended::<Value>(text.as_bytes());
+                mcp::contents(result.ok(), bytes_max)
             }
         }
     }
