@@ -37,15 +37,19 @@ impl Broker {
     pub(super) async fn list(&self, principal: &str) -> Result<Reply, Refused> {
         let (listed, unavailable) = self.seen(principal).await?;
         let mut unavailable = shown(unavailable);
-        let tools = fitting(&listed, LIST_ROOM_BYTES, &mut unavailable, |tool| {
-            let entry = ListedTool {
-                spec: tool.spec().clone(),
-                word: self.registry.word(tool),
-                standing: self.reviews.standing(tool),
-            };
-            (entry, listing_bytes(tool))
-        });
-        Ok(Reply::Tools { tools, unavailable })
+        let (registry, reviews) = (Arc::clone(&self.registry), Arc::clone(&self.reviews));
+        Ok(beside(move || {
+            let tools = fitting(&listed, LIST_ROOM_BYTES, &mut unavailable, |tool| {
+                let entry = ListedTool {
+                    spec: tool.spec().clone(),
+                    word: registry.word(tool),
+                    standing: reviews.standing(tool),
+                };
+                (entry, listing_bytes(tool))
+            });
+            Reply::Tools { tools, unavailable }
+        })
+        .await)
     }
 
     /// All tools beside their approved definitions, for the operator. What
@@ -54,19 +58,23 @@ impl Broker {
         let (listed, unavailable) = self.registry.list(|_| true).await;
         self.reviews.would_pin(&[])?;
         let mut unavailable = shown(unavailable);
-        let tools = fitting(&listed, LIST_ROOM_BYTES, &mut unavailable, |tool| {
-            let entry = ReviewedTool {
-                name: tool.name().clone(),
-                definition_sha256: tool.sha256(),
-                standing: self.reviews.standing(tool),
-                word: self.registry.word(tool),
-                difference: self.reviews.difference(tool),
-            };
-            let texts = [tool.name().as_str(), &entry.difference];
-            let bytes = entry_bytes(tool, texts);
-            (entry, bytes)
-        });
-        Ok(Reply::Reviews { tools, unavailable })
+        let (registry, reviews) = (Arc::clone(&self.registry), Arc::clone(&self.reviews));
+        Ok(beside(move || {
+            let tools = fitting(&listed, LIST_ROOM_BYTES, &mut unavailable, |tool| {
+                let entry = ReviewedTool {
+                    name: tool.name().clone(),
+                    definition_sha256: tool.sha256(),
+                    standing: reviews.standing(tool),
+                    word: registry.word(tool),
+                    difference: reviews.difference(tool),
+                };
+                let texts = [tool.name().as_str(), &entry.difference];
+                let bytes = entry_bytes(tool, texts);
+                (entry, bytes)
+            });
+            Reply::Reviews { tools, unavailable }
+        })
+        .await)
     }
 
     pub(super) async fn approve(&self, pins: Vec<(ToolName, [u8; 32])>) -> Result<u32, Refused> {

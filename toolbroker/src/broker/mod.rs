@@ -176,7 +176,7 @@ impl Broker {
         // Those of them that can be withdrawn.
         let mut questions = HashMap::new();
         loop {
-            let answer: Answer = tokio::select! {
+            let answer: Framed = tokio::select! {
                 Some(answered) = answering.join_next(), if !answering.is_empty() => match answered {
                     Ok(answer) => answer,
                     Err(error) if error.is_cancelled() => continue,
@@ -212,7 +212,7 @@ impl Broker {
                 }
             };
             questions.remove(&answer.id);
-            sender.send(&framed(&answer)).await?;
+            sender.send(&answer.frames).await?;
         }
     }
 
@@ -233,14 +233,20 @@ impl Broker {
         tokio::join!(told, self.registry.stop());
     }
 
-    async fn answer(self: Arc<Self>, ask: Ask, rider: Rider) -> Answer {
+    async fn answer(self: Arc<Self>, ask: Ask, rider: Rider) -> Framed {
         let Ask { id, request } = ask;
         let reply = self.reply(request, rider).await.unwrap_or_else(|refused| {
             let message = crate::cut(&refused.to_string(), REASON_BYTES_MAX);
             tracing::info!(kind = ?refused.kind(), why = ?message, "request refused");
             Reply::Refused { kind: refused.kind(), message }
         });
-        Answer { id, reply }
+        let answer = Answer { id, reply };
+        let frames = match &answer.reply {
+            // Some MiB perhaps, while all runs' calls are taken in this thread.
+            Reply::Tools { .. } | Reply::Reviews { .. } => beside(move || framed(&answer)).await,
+            _ => framed(&answer),
+        };
+        Framed { id, frames }
     }
 
     async fn reply(self: &Arc<Self>, request: Request, rider: Rider) -> Result<Reply, Refused> {
@@ -444,6 +450,12 @@ impl Broker {
 fn servers_until(limits: &RunLimits) -> Option<Instant> {
     let wall = Duration::from_millis(limits.wall_ms);
     Instant::now().checked_add(wall - (wall / 10).min(OPEN_SLACK_MAX))
+}
+
+/// An answer to this question, as it is sent.
+struct Framed {
+    id: u64,
+    frames: Vec<u8>,
 }
 
 /// An answer as it is sent. What does not fit into a frame is refused: others
