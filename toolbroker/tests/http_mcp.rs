@@ -443,6 +443,20 @@ fn a_resource_is_read_in_a_new_session_where_its_own_is_over() {
 }
 
 #[test]
+fn a_session_that_a_server_does_not_know_is_begun_anew_however_it_says_so() {
+    let mcp = Mcp::new(Era::Session);
+    mcp.get().forgets_by_400 = true;
+    let web = mcp.serve();
+    let mut broker = broker(&web, "");
+    let mut worker = broker.run(&["web.echo"], limits());
+    for _ in 0..2 {
+        mcp.forget_sessions();
+        let (code, said) = worker.call("web.echo", &json!({}));
+        assert_eq!(code, None, "{said}");
+    }
+}
+
+#[test]
 fn a_program_hears_that_it_was_refused_and_not_what_the_operator_should_do() {
     let mcp = Mcp::new(Era::Session);
     let web = mcp.serve();

@@ -32,7 +32,7 @@ use rmcp::transport::Transport;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::task::coop::consume_budget;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep_until, timeout};
 
 /// What a server is told that asks for input, a completion or roots. Most hand it on to
 /// whoever called the tool.
@@ -49,6 +49,10 @@ const UNANSWERED_MAX: usize = 4_096;
 const NUMBER_BYTES_MAX: usize = 128;
 /// How long a server may leave so many of them waiting.
 const TAKEN_TIME_MAX: Duration = Duration::from_secs(5);
+
+/// How long the last word to a server may take. The library's transport over HTTP waits
+/// there for a task of its own, which may wait to be read; that ends as it is dropped.
+const CLOSE_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// What was heard of a server on its transport.
 #[derive(Debug, Default)]
@@ -236,7 +240,8 @@ impl<T: Transport<RoleClient>> Transport<RoleClient> for Declined<T> {
         // Before what may wait for a server that takes nothing.
         self.heard.end();
         self.answers.abort_all();
-        self.inner.close()
+        let closed = timeout(CLOSE_TIME_MAX, self.inner.close());
+        async move { closed.await.unwrap_or(Ok(())) }
     }
 }
 

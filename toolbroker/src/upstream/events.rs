@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
 
+use forge_log::Seldom;
 use futures_core::Stream;
 use futures_core::stream::BoxStream;
 use reqwest::Response;
@@ -75,7 +76,10 @@ impl<S> Answers<S> {
                 Err(error) => Unusable::unread(&error),
             }
         };
-        tracing::warn!(%why, "an event of a tool server is of no use");
+        static SAID: Seldom = Seldom::each_second();
+        if SAID.is_due() {
+            tracing::warn!(%why, "an event of a tool server is of no use");
+        }
         let asked = self.asked.take().or_else(|| scan.answers());
         asked.map(|asked| instead(&why.answer(asked), event))
     }

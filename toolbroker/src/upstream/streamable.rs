@@ -9,6 +9,7 @@
 
 use std::collections::HashMap;
 use std::future::poll_fn;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -59,6 +60,9 @@ const DISCOVER_TIME_MAX: Duration = Duration::from_secs(8);
 /// Large answers of all servers that are read at the same time. None waits for anything but
 /// a processor, which others need too.
 static READING: Semaphore = Semaphore::const_new(2);
+
+/// Codes of errors that JSON-RPC leaves to servers.
+const SERVER_ERRORS: RangeInclusive<i32> = -32_099..=-32_000;
 
 /// The session that a request is of.
 const SESSION: HeaderName = HeaderName::from_static("mcp-session-id");
@@ -153,7 +157,7 @@ impl Mcp {
         asked: RequestId,
     ) -> Result<StreamableHttpPostResponse, Fault> {
         if !response.status().is_success() {
-            return refusal(response, Asked::Era(asked)).await;
+            return refusal(response, Asked::Era(asked), false).await;
         }
         let era = Asked::Era(asked.clone());
         let (message, session) = match answer(response, era, &self.0.is_too_large).await? {
@@ -220,7 +224,7 @@ impl StreamableHttpClient for Mcp {
                     return Err(Fault::SessionExpired);
                 }
                 if !status.is_success() {
-                    return refusal(response, asked).await;
+                    return refusal(response, asked, session.is_some()).await;
                 }
                 answer(response, asked, &self.0.is_too_large).await?
             }
@@ -397,7 +401,11 @@ fn answer_to(asked: RequestId, body: &[u8]) -> ServerJsonRpcMessage {
 
 /// What comes of a status that is no success: the server's own error, if it says
 /// one.
-async fn refusal(response: Response, asked: Asked) -> Result<StreamableHttpPostResponse, Fault> {
+async fn refusal(
+    response: Response,
+    asked: Asked,
+    is_in_session: bool,
+) -> Result<StreamableHttpPostResponse, Fault> {
     let status = response.status();
     // It is about a credential, and not about what was asked.
     if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
@@ -409,7 +417,17 @@ async fn refusal(response: Response, asked: Asked) -> Result<StreamableHttpPostR
         false => Vec::new(),
     };
     let said = match received::read(&said).and_then(serde_json::from_value) {
-        Ok(ServerJsonRpcMessage::Error(said)) => Some(said.error),
+        Ok(ServerJsonRpcMessage::Error(said)) => {
+            // Servers made with MCP's own libraries say so, and not by 404, that they know no
+            // such session: what was asked was not looked at.
+            let is_unknown = status == StatusCode::BAD_REQUEST
+                && said.id.is_none()
+                && SERVER_ERRORS.contains(&said.error.code.0);
+            if is_in_session && is_unknown && matches!(asked, Asked::Request(_)) {
+                return Err(Fault::SessionExpired);
+            }
+            Some(said.error)
+        }
         _ => None,
     };
     match (asked, said) {

@@ -147,6 +147,9 @@ pub struct Inner {
     pub tools: Vec<Value>,
     /// What `Authorization` must be, if it must.
     pub token: Option<String>,
+    /// Whether it says of a session that it does not know what MCP's own libraries have
+    /// servers say, and not 404.
+    pub forgets_by_400: bool,
     /// Whether each page of the list promises another.
     pub endless_list: bool,
     /// Whether it has resources alone, says so, and knows nothing of tools.
@@ -176,6 +179,7 @@ impl Mcp {
             seen: Vec::new(),
             tools: Vec::new(),
             token: None,
+            forgets_by_400: false,
             endless_list: false,
             has_no_tools: false,
             on_discover: None,
@@ -290,6 +294,10 @@ async fn handle(
         && !matches!(rpc.as_str(), "initialize" | "server/discover")
         && !mcp.get().sessions.contains(&session)
     {
+        if mcp.get().forgets_by_400 {
+            let message = "Bad Request: No valid session ID provided";
+            return failure(StatusCode::BAD_REQUEST, &Value::Null, -32_000, message);
+        }
         let status =
             if session.is_empty() { StatusCode::BAD_REQUEST } else { StatusCode::NOT_FOUND };
         return status.into_response();
