@@ -56,6 +56,7 @@ pub struct Placeholder {
 pub struct Hypervisor {
     kvm: Kvm,
     cpuid: CpuId,
+    base_cpuid: CpuId,
 }
 
 /// Opens `/dev/kvm`.
@@ -104,7 +105,8 @@ impl Hypervisor {
             }
         }
         let cpuid = guest_cpuid(host_leaf)?;
-        Ok(Self { kvm, cpuid })
+        let base_cpuid = base_cpuid(&cpuid)?;
+        Ok(Self { kvm, cpuid, base_cpuid })
     }
 
     /// The model-specific registers that belong to a vCPU's state.
@@ -115,11 +117,17 @@ impl Hypervisor {
             .map_err(|source| MachineError::Kvm { call: "KVM_GET_MSR_INDEX_LIST", source })
     }
 
-    /// What the CPUID of a guest says that boots. One that starts from a base is
-    /// told nothing.
+    /// What the CPUID of a guest says that boots.
     #[must_use]
     pub fn cpuid(&self) -> &CpuId {
         &self.cpuid
+    }
+
+    /// What the CPUID of a guest says that starts from a base: no more than its state
+    /// needs. What the CPU can do the base has asked already and keeps, and each leaf
+    /// costs where KVM is itself in a VM.
+    pub(super) fn base_cpuid(&self) -> &CpuId {
+        &self.base_cpuid
     }
 
     /// Whether KVM has this capability.
@@ -226,10 +234,28 @@ fn guest_cpuid(host: impl Fn(u32, u32) -> Leaf) -> Result<CpuId, MachineError> {
     leaf(0xd, 0, by_index, [X87_AND_SSE, FXSAVE_AREA_BYTES, FXSAVE_AREA_BYTES, 0], [!0; 4]);
     leaf(0xd, 1, by_index, [0; 4], [!0; 4]);
     leaf(0x8000_0000, 0, 0, [0x8000_0008, vendor_b, vendor_c, vendor_d], [!0; 4]);
-    leaf(0x8000_0001, 0, 0, host(0x8000_0001, 0), [0, 0, ecx_81, edx_81]);
+    leaf(EXTENDED_FEATURES, 0, 0, host(EXTENDED_FEATURES, 0), [0, 0, ecx_81, edx_81]);
     // The widths of physical and virtual addresses.
     leaf(0x8000_0008, 0, 0, host(0x8000_0008, 0), [0xffff, 0, 0, 0]);
-    CpuId::from_entries(&entries).map_err(|_| MachineError::Kvm {
+    listed(&entries)
+}
+
+/// The leaf of long mode and NX.
+const EXTENDED_FEATURES: u32 = 0x8000_0001;
+/// These two in its EDX (AMD APM volume 3, CPUID Fn8000_0001).
+const NX_AND_LONG_MODE: u32 = 1 << 20 | 1 << 29;
+
+/// Of the CPUID of a guest that boots, what one needs that starts from a base. Its EFER has
+/// long mode and NX, and kernels refuse a state with bits there that its CPUID has not.
+fn base_cpuid(booted: &CpuId) -> Result<CpuId, MachineError> {
+    let leaf = booted.as_slice().iter().find(|entry| entry.function == EXTENDED_FEATURES);
+    let leaf =
+        leaf.map(|&leaf| kvm_cpuid_entry2 { ecx: 0, edx: leaf.edx & NX_AND_LONG_MODE, ..leaf });
+    listed(leaf.as_slice())
+}
+
+fn listed(entries: &[kvm_cpuid_entry2]) -> Result<CpuId, MachineError> {
+    CpuId::from_entries(entries).map_err(|_| MachineError::Kvm {
         call: "KVM_SET_CPUID2",
         source: kvm_ioctls::Error::new(libc::E2BIG),
     })
@@ -259,6 +285,16 @@ mod tests {
         let leaf = |function| cpuid.as_slice().iter().find(|entry| entry.function == function);
         // SSE2, and long mode with NX.
         assert_ne!(leaf(1).unwrap().edx & (1 << 26), 0);
-        assert_eq!(leaf(0x8000_0001).unwrap().edx & (1 << 20 | 1 << 29), 1 << 20 | 1 << 29);
+        assert_eq!(leaf(EXTENDED_FEATURES).unwrap().edx & NX_AND_LONG_MODE, NX_AND_LONG_MODE);
+    }
+
+    #[test]
+    fn a_guest_of_a_base_is_told_what_its_state_has_and_no_more() {
+        let booted = guest_cpuid(|_, _| [!0; 4]).unwrap();
+        let told = base_cpuid(&booted).unwrap();
+        let [leaf] = told.as_slice() else { panic!("{told:?}") };
+        let kvm_cpuid_entry2 { function, eax, ebx, ecx, edx, .. } = *leaf;
+        let all = [function, eax, ebx, ecx, edx];
+        assert_eq!(all, [EXTENDED_FEATURES, 0, 0, 0, NX_AND_LONG_MODE]);
     }
 }

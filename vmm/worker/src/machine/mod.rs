@@ -168,7 +168,7 @@ impl Machine {
         let vm = hypervisor.create_vm()?;
         memory::hand_over(&vm, &code, &ram)?;
         let vcpu = vcpu::Vcpu::create(&vm)?;
-        vcpu.tell_cpuid(hypervisor)?;
+        vcpu.tell_cpuid(hypervisor.cpuid())?;
         cpu::set_up(vcpu.fd(), image.entry())?;
         let (has_no_msrs, has_all_ram) = (false, false);
         let (base, last_slot) = (None, None);

@@ -227,9 +227,8 @@ impl Machine {
         if base.has_all_ram {
             memory::hand_over_rest(&vm, &ram, None)?;
         }
-        // What the CPU can do the base has asked already and keeps: no guest of
-        // it asks again, and to set CPUID takes as long as to make the vCPU.
         let mut vcpu = vcpu::Vcpu::create(&vm)?;
+        vcpu.tell_cpuid(hypervisor.base_cpuid())?;
         base.cpu.write(vcpu.fd_mut())?;
         // KVM starts a kernel thread for a VM at its first KVM_RUN, in the
         // caller's name: now, while the caller may still have threads.

@@ -2,12 +2,13 @@
 
 use forge_protocol::limits::PANIC_MESSAGE_BYTES_MAX;
 use forge_protocol::platform::{CRASH, TrapFrame};
+use kvm_bindings::CpuId;
 use kvm_ioctls::{VcpuExit, VcpuFd, VmFd};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 pub use super::Go;
 use super::stop::Interruptible;
-use super::{Hypervisor, MachineError, Stop};
+use super::{MachineError, Stop};
 
 /// Who answers the guest's device accesses. Neither may panic, whatever the
 /// guest does.
@@ -161,7 +162,7 @@ pub(super) struct Vcpu {
 }
 
 impl Vcpu {
-    /// A VM's one vCPU. It has no CPUID: the instruction finds zeros.
+    /// A VM's one vCPU. It has no CPUID yet: the instruction finds zeros.
     pub(super) fn create(vm: &VmFd) -> Result<Self, MachineError> {
         let fd = vm
             .create_vcpu(0)
@@ -169,10 +170,10 @@ impl Vcpu {
         Ok(Self { fd, exits: 0 })
     }
 
-    /// Gives it the CPUID that a guest sees which boots.
-    pub(super) fn tell_cpuid(&self, hypervisor: &Hypervisor) -> Result<(), MachineError> {
+    /// Gives it this CPUID. Before its state: kernels hold that against it.
+    pub(super) fn tell_cpuid(&self, cpuid: &CpuId) -> Result<(), MachineError> {
         self.fd
-            .set_cpuid2(hypervisor.cpuid())
+            .set_cpuid2(cpuid)
             .map_err(|source| MachineError::Kvm { call: "KVM_SET_CPUID2", source })
     }
 
