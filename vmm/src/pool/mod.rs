@@ -45,7 +45,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fate, Job, Report, Reuse, Tier, VmFailure};
@@ -53,6 +53,7 @@ use forge_protocol::worker::{Fate, Job, Report, Reuse, Tier, VmFailure};
 use crate::admission::Admitted;
 use crate::jail::{GroupLimits, Hardening, Weakness};
 use crate::link::Patience;
+use crate::shortage;
 use conduct::Conduct;
 use losses::Losses;
 use maker::Maker;
@@ -351,14 +352,25 @@ impl Pool {
         Ok(self.shared.maker.stand_by(patience)?)
     }
 
-    /// The same for a service that starts, which nobody may start again: what its host
-    /// lacks for a moment is waited for, and so is one that ended as it began. Where
-    /// memory is short it is what is in a jail that the kernel ends first.
+    /// The same for a service that starts, which nobody may start again, and that a VM can
+    /// be made: what its host lacks for a moment is waited for, and so is a zygote that ended
+    /// as it began. Where memory is short it is what is in a jail that the kernel ends first.
     ///
     /// # Errors
-    /// [`VmFailure`]: it cannot be started, and that is not about to change.
+    /// [`VmFailure`]: it cannot be started, or makes no VM, and that is not about to change.
     pub fn stand_by_to_serve(&self, patience: Patience<'_>) -> Result<(), VmFailure> {
-        Ok(self.shared.maker.stand_by_to_serve(patience)?)
+        self.shared.maker.stand_by_to_serve(patience)?;
+        // A host may let a zygote stand and refuse each VM that it makes.
+        let last = Instant::now() + shortage::TIME_MAX;
+        let until = patience.until.map_or(last, |until| until.min(last));
+        shortage::outlast_until(
+            until,
+            |_| true,
+            || {
+                let ram_bytes = self.shared.stock.usual_ram_bytes();
+                self.shared.make(ram_bytes, false, patience)?.await_ready(patience)
+            },
+        )
     }
 
     /// Carries out a run, as long as patience lasts.
@@ -418,8 +430,6 @@ impl Drop for Pool {
 
 #[cfg(test)]
 mod tests {
-    use std::time::{Duration, Instant};
-
     use super::*;
 
     #[test]
@@ -438,6 +448,32 @@ mod tests {
         assert!(process.wait().is_ok());
         drop(left);
         assert!(!killer.has_any());
+    }
+
+    #[test]
+    fn no_service_begins_where_a_zygote_stands_and_its_vms_do_not() {
+        use forge_protocol::frame::Kind;
+        use forge_protocol::worker::{Jailed, Ready, VmFailureKind, ZygoteReady, Zygoted};
+
+        use crate::link::Link;
+        use crate::pool::zygote::tests::say;
+
+        let pool = Pool::new(&TrustKeys::new([]).unwrap(), PoolOptions::default()).unwrap();
+        let mut theirs = maker::tests::begin_zygote(&pool.shared.maker);
+        let refused = VmFailure::new(VmFailureKind::Unavailable, "KVM refuses its state");
+        let says = Ready::Err(refused.clone());
+        std::thread::spawn(move || {
+            let stands = ZygoteReady::Ok(Jailed { procfs: true, landlock_abi: None });
+            say(&mut theirs, Kind::ZygoteReady, &stands, None);
+            let process = std::fs::File::open("/dev/null").unwrap();
+            while theirs.receive(|kind| kind == Kind::Fork, Patience::default()).is_ok() {
+                let mut worker = Link::new(UnixStream::from(theirs.take_passed().unwrap()));
+                say(&mut worker, Kind::Ready, &says, None);
+                say(&mut theirs, Kind::Zygoted, &Zygoted::Ok(()), Some(&process));
+            }
+        });
+        assert_eq!(pool.stand_by(Patience::default()), Ok(()));
+        assert_eq!(pool.stand_by_to_serve(Patience::default()), Err(refused));
     }
 
     #[test]
