@@ -192,7 +192,11 @@ fn closest<'a>(name: &str, candidates: impl Iterator<Item = &'a str>) -> Option<
             (strsim::normalized_damerau_levenshtein(a, b), candidate)
         })
         .filter(|(likeness, _)| *likeness >= 0.5)
-        .max_by(|(a, _), (b, _)| a.total_cmp(b))
+        .max_by(|(a, one), (b, other)| {
+            // Of those that begin alike, the one that is about as long.
+            let differs = |candidate: &str| candidate.len().abs_diff(name.len());
+            a.total_cmp(b).then(differs(other).cmp(&differs(one)))
+        })
         .map(|(_, candidate)| candidate.to_owned())
 }
 

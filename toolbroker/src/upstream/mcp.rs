@@ -560,8 +560,6 @@ impl Session {
     }
 }
 
-/// Whether it is what a resource has in one place: it says where, and has a text or
-/// bytes in base64.
 /// What is in a resource (`ReadResourceResult`), if there are no more than so many bytes in it.
 pub(super) fn contents(result: Option<Value>, bytes_max: usize) -> CallEnd {
     let contents = result.and_then(|mut it| it.get_mut("contents").map(Value::take));
@@ -580,6 +578,8 @@ pub(super) fn contents(result: Option<Value>, bytes_max: usize) -> CallEnd {
     CallEnd::Answered(json!({ "contents": contents }))
 }
 
+/// Whether it is what a resource has in one place: it says where, and has a text or
+/// bytes in base64.
 fn is_content(content: &Value) -> bool {
     content["uri"].is_string() && (content["text"].is_string() || content["blob"].is_string())
 }

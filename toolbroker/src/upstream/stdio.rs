@@ -382,7 +382,8 @@ impl LastWords {
         Arc::new(Self { scrubs: Arc::clone(scrubs), lines: StdMutex::default() })
     }
 
-    fn add(&self, line: Vec<u8>) {
+    fn add(&self, mut line: Vec<u8>) {
+        line.shrink_to_fit();
         let mut kept = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
         if kept.len() == STDERR_LINES_KEPT {
             kept.pop_front();

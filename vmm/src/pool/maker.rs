@@ -12,7 +12,7 @@ use forge_protocol::worker::{Fork, Reuse, VmFailure, VmFailureKind, ZygoteSetup}
 use super::PoolOptions;
 use super::turn::Turn;
 use super::worker::Worker;
-use super::zygote::{Unmade, Zygote};
+use super::zygote::{ANSWER_TIME_MAX, Unmade, Zygote};
 use crate::jail::{GroupLimits, Hardening, Spawned};
 use crate::link::Patience;
 use crate::locks::lock;
@@ -50,6 +50,8 @@ struct Reach {
     process: Option<Arc<Spawned>>,
     /// Since when the last zygote owes an answer.
     asked: Option<Instant>,
+    /// Somebody waits for that.
+    is_asking: bool,
     /// No zygote is to live from now on.
     killed: bool,
 }
@@ -177,31 +179,45 @@ impl Maker {
         if error.kind() != io::ErrorKind::TimedOut {
             return Unmade::Late(error);
         }
-        let silent = self.silence();
-        if silent.is_none() && self.lock_hardening().is_some() {
+        if self.silence().is_none() && self.lock_hardening().is_some() {
             return Unmade::Late(error);
-        }
-        if let Some(silent) = silent
-            && self.silences.is_due()
-        {
-            tracing::warn!(silent_s = silent.as_secs(), "the zygote says nothing");
         }
         Unmade::Failed(Unmade::Late(error).into())
     }
 
     /// For how long the zygote has owed an answer, if that is longer than one takes that
-    /// is well.
+    /// is well. One that does so for much longer ends here: whoever looks may be all that
+    /// comes while nobody is sent.
     pub(super) fn silence(&self) -> Option<Duration> {
-        let asked = self.lock_reach().asked?;
+        let (asked, is_asking) = {
+            let reach = self.lock_reach();
+            (reach.asked?, reach.is_asking)
+        };
         let silent = asked.elapsed();
         if silent < SILENCE {
             return None;
         }
-        // Whoever has the turn is waiting for it. Otherwise it may have answered since,
-        // and nobody has looked.
-        let turn = self.zygote.take(Patience::until(Instant::now()));
-        let owes = turn.map_or(true, |zygote| zygote.as_ref().is_some_and(Zygote::is_silent));
-        owes.then_some(silent)
+        match self.zygote.take(Patience::until(Instant::now())) {
+            Ok(mut zygote) => {
+                // It may have answered since, and nobody has looked.
+                if !zygote.as_ref().is_some_and(Zygote::is_silent) {
+                    return None;
+                }
+                if silent >= ANSWER_TIME_MAX {
+                    tracing::warn!("the zygote says nothing: it is ended, and another is started");
+                    *zygote = None;
+                    self.lock_reach().asked = None;
+                    return None;
+                }
+            }
+            // Whoever has the turn waits for it, or looks as this does.
+            Err(_) if is_asking => {}
+            Err(_) => return None,
+        }
+        if self.silences.is_due() {
+            tracing::warn!(silent_s = silent.as_secs(), "the zygote says nothing");
+        }
+        Some(silent)
     }
 
     /// Asks the zygote in this place for something, which [`Self::silence`] then knows of.
@@ -210,10 +226,15 @@ impl Maker {
         place: &mut Option<Zygote>,
         ask: impl FnOnce(&mut Option<Zygote>) -> T,
     ) -> T {
-        let owes = |place: &Option<Zygote>| place.as_ref().and_then(Zygote::asked);
-        self.lock_reach().asked = owes(place).or_else(|| Some(Instant::now()));
+        // What it has answered, and nobody has read, it does not owe.
+        let owed = place.as_ref().filter(|it| it.is_silent()).and_then(Zygote::asked);
+        {
+            let mut reach = self.lock_reach();
+            (reach.asked, reach.is_asking) = (owed.or_else(|| Some(Instant::now())), true);
+        }
         let told = ask(place);
-        self.lock_reach().asked = owes(place);
+        let mut reach = self.lock_reach();
+        (reach.asked, reach.is_asking) = (place.as_ref().and_then(Zygote::asked), false);
         told
     }
 
@@ -275,7 +296,7 @@ impl Maker {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use std::time::Duration;
+    use std::os::fd::AsRawFd as _;
 
     use forge_protocol::frame::Kind;
     use forge_protocol::worker::ZygoteReady;
@@ -393,9 +414,14 @@ pub(super) mod tests {
         let soon = || Patience::until(Instant::now() + Duration::from_millis(5));
         let make = || maker.make(1 << 20, false, soon(), || ());
         // A run has no more time, and the zygote had no more.
-        assert!(matches!(make(), Err(Unmade::Late(_))));
+        let asked = loop {
+            assert!(matches!(make(), Err(Unmade::Late(_))));
+            // It may have had too little to ask.
+            if let Some(asked) = maker.lock_reach().asked {
+                break asked;
+            }
+        };
         assert_eq!(maker.silence(), None);
-        let asked = maker.lock_reach().asked.unwrap();
         let before = asked.checked_sub(SILENCE).unwrap();
         maker.lock_reach().asked = Some(before);
         maker.zygote.take(soon()).unwrap().as_mut().unwrap().has_owed_since(before);
@@ -404,14 +430,38 @@ pub(super) mod tests {
             Err(Unmade::Failed(failure)) => assert_eq!(failure.kind, VmFailureKind::Unavailable),
             other => panic!("{other:?}"),
         }
-        // Whoever has the turn waits for it.
+        // Who has the turn waits for it, if that is what they have it for.
         let turn = maker.zygote.take(soon()).unwrap();
+        assert_eq!(maker.silence(), None);
+        maker.lock_reach().is_asking = true;
         assert!(maker.silence().is_some());
         assert!(matches!(make(), Err(Unmade::Failed(_))));
+        maker.lock_reach().is_asking = false;
         drop(turn);
         let short = VmFailure::new(VmFailureKind::Unavailable, "none");
         say(&mut theirs, Kind::Zygoted, &forge_protocol::worker::Zygoted::Err(short), None);
         assert_eq!(maker.silence(), None, "it has answered, though nobody looked");
+    }
+
+    #[test]
+    fn a_zygote_that_says_nothing_for_good_is_ended_by_whoever_looks() {
+        let maker = maker();
+        let theirs = begin_zygote(&maker);
+        let process = process(&maker);
+        let before = Instant::now().checked_sub(ANSWER_TIME_MAX).unwrap();
+        maker.zygote.take(Patience::default()).unwrap().as_mut().unwrap().has_owed_since(before);
+        maker.lock_reach().asked = Some(before);
+        assert_eq!(maker.silence(), None);
+        assert_eq!(maker.zygote(), None);
+        assert!(
+            crate::link::wait(
+                process.pidfd.as_raw_fd(),
+                libc::POLLIN,
+                Patience::until(Instant::now() + Duration::from_secs(20)),
+            )
+            .is_ok()
+        );
+        drop(theirs);
     }
 
     #[test]

@@ -26,7 +26,7 @@ use crate::shortage;
 use crate::zygote::KVM_DESCRIPTOR;
 
 /// How long a zygote may take over one answer. It boots a guest for some.
-const ANSWER_TIME_MAX: Duration = Duration::from_secs(60);
+pub(super) const ANSWER_TIME_MAX: Duration = Duration::from_secs(60);
 /// How long one may take to end that was killed, with all that is in its namespaces.
 const END_TIME_MAX: Duration = Duration::from_secs(10);
 /// How long an answer is looked for that has been owed for longer than that: it
