@@ -40,7 +40,14 @@ pub fn harden() -> io::Result<()> {
     let outcome = unsafe {
         libc::close_range(3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC as libc::c_int)
     };
-    if outcome == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    match outcome {
+        0 => Ok(()),
+        _ => {
+            let error = io::Error::last_os_error();
+            let text = format!("close_range, for which Linux has to be 5.11 or newer: {error}");
+            Err(io::Error::new(error.kind(), text))
+        }
+    }
 }
 
 /// Starts so many threads, which are there at once, and ends them. Without enough of

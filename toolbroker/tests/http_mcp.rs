@@ -6,7 +6,7 @@
 
 mod support;
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::routing::{any, get, post};
@@ -588,6 +588,8 @@ struct Issued {
     /// The metadata documents, by path.
     metadata: std::collections::BTreeMap<String, Value>,
     refuses: bool,
+    /// How long a token takes.
+    takes: Duration,
     /// How often its metadata was asked for.
     looked_up: usize,
 }
@@ -609,6 +611,8 @@ impl Issuer {
         };
         let issue = move |headers: axum::http::HeaderMap, body: String| async move {
             let basic = headers.get("authorization").map(|it| it.to_str().unwrap().to_owned());
+            let takes = token.get().takes;
+            tokio::time::sleep(takes).await;
             let (count, expires_in) = {
                 let mut issued = token.get();
                 if issued.refuses {
@@ -687,6 +691,24 @@ fn a_token_is_fetched_once_and_anew_once_when_it_is_refused() {
     for seen in &mcp.get().seen {
         assert!(!format!("{seen:?}").contains(CANARY), "the secret is not the server's: {seen:?}");
     }
+}
+
+#[test]
+fn no_call_is_sent_whose_token_comes_when_its_run_is_over() {
+    let (mcp, issuer) = (Mcp::new(Era::Session), Issuer::default());
+    let web = mcp.serve();
+    let id = Web::serve(issuer.router(Some(mcp.clone())));
+    let mut broker = broker(&web, &tokens_of(&id));
+    assert_eq!(broker.run(&["web.echo"], limits()).call("web.echo", &json!({})).0, None);
+    // Refused, and the next token takes longer than the run has.
+    mcp.get().token = Some("Bearer another".into());
+    issuer.get().takes = Duration::from_millis(1_500);
+    let mut worker = broker.run(&["web.echo"], RunLimits { wall_ms: 500, ..limits() });
+    assert_eq!(worker.call("web.echo", &json!({})).0, Some(CallCode::OutcomeUnknown));
+    // It is answered when that token is there.
+    assert_eq!(broker.run(&["web.echo"], limits()).call("web.echo", &json!({})).0, None);
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!((issuer.get().asked.len(), mcp.calls("echo")), (2, 3), "the token is kept");
 }
 
 #[test]

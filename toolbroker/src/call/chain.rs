@@ -25,7 +25,7 @@ use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 use tokio::time::{Instant, timeout_at};
 
-use super::failure::{CallFailure, tool_error};
+use super::failure::{self, CallFailure, tool_error};
 use super::run::Run;
 use crate::builtin::InPlace;
 use crate::constraint::first_changed;
@@ -422,7 +422,10 @@ impl Dispatched {
                 self.tool.checks_result_soon(response) && is_short(response)
             }
             CallEnd::Content(said) | CallEnd::Failed(said) => is_short(said),
-            CallEnd::Unusable(_) | CallEnd::Lost | CallEnd::Unanswered(_) => true,
+            CallEnd::Unusable(_)
+            | CallEnd::Undone { .. }
+            | CallEnd::Lost
+            | CallEnd::Unanswered(_) => true,
         }
     }
 
@@ -527,6 +530,9 @@ impl Fitting {
             Ok(CallEnd::Unanswered(why)) => {
                 let why = redact(why.into()).as_str().unwrap_or_default().to_owned();
                 Err(CallFailure::Unanswered { why })
+            }
+            Ok(CallEnd::Undone { why, message }) => {
+                Err(CallFailure::ToolFailed { error: redact(failure::undone(why, &message)) })
             }
             Err(Misfit::NoResult) => {
                 let violations = vec!["the result: there is none beside its text".to_owned()];

@@ -9,7 +9,7 @@ use crate::constraint::Violation;
 use crate::definition::Violations;
 use crate::registry::LookupError;
 use crate::review::Unreviewed;
-use crate::upstream::{ERROR_TEXT_BYTES_MAX, Unusable};
+use crate::upstream::{ERROR_TEXT_BYTES_MAX, Undone, Unusable};
 
 /// Why a call gave no response.
 #[derive(Debug, thiserror::Error)]
@@ -228,7 +228,8 @@ impl CallFailure {
 
 /// A tool's own error as a program sees it, whatever the tool gave: `name`,
 /// `message`, `code` and `data`, `null` where the tool says nothing; `error`
-/// is the message again, as in every failure. What else the tool gave stays.
+/// is the message again, as in every failure. What else the tool gave stays. A name
+/// that is the broker's own word does not: the tool may have done its work.
 pub(super) fn tool_error(given: Value) -> Value {
     let mut error = match given {
         Value::Object(error) => error,
@@ -239,7 +240,8 @@ pub(super) fn tool_error(given: Value) -> Value {
         error.get(field).or_else(|| structured.get(field)).cloned().filter(|it| !it.is_null())
     };
     let message = said("error").or_else(|| said("message")).unwrap_or_else(|| "".into());
-    let name = said("name").unwrap_or_else(|| "ToolError".into());
+    let name = said("name").filter(|it| !it.as_str().is_some_and(Undone::is_name));
+    let name = name.unwrap_or_else(|| "ToolError".into());
     let (code, data) = (said("code").unwrap_or_default(), said("data").unwrap_or_default());
     for (field, value) in
         [("error", message.clone()), ("name", name), ("message", message), ("code", code)]
@@ -248,6 +250,13 @@ pub(super) fn tool_error(given: Value) -> Value {
     }
     error.insert("data".to_owned(), data);
     Value::Object(error)
+}
+
+/// The error of a tool that surely did nothing, in the same form.
+pub(super) fn undone(why: Undone, message: &str) -> Value {
+    json!({
+        "error": message, "name": why.name(), "message": message, "code": null, "data": null,
+    })
 }
 
 #[cfg(test)]
@@ -313,6 +322,14 @@ mod tests {
         let told = tool_error(json!({"error": "0 left", "structuredContent": own}));
         assert_eq!((&told["name"], &told["code"]), (&json!("OutOfStock"), &json!(17)));
         assert_eq!(told["data"], Value::Null);
+        // That it was not sent is for the broker to say.
+        for own in ["Unavailable", "Busy", "Refused"] {
+            let told = tool_error(json!({"error": "x", "structuredContent": {"name": own}}));
+            assert_eq!(told["name"], name);
+            assert_eq!(told["structuredContent"]["name"], own);
+        }
+        let told = undone(Undone::Busy, "x");
+        assert_eq!(tool_error(told)["name"], name);
         let bare = tool_error(json!([1]));
         assert_eq!((&bare["name"], &bare["data"]), (&name, &json!([1])));
     }

@@ -17,7 +17,7 @@ use rmcp::model::JsonObject;
 use serde_json::Value;
 use tokio::sync::{mpsc, oneshot};
 
-use super::{Answer, CallEnd, Unread, Unusable, has_few_values};
+use super::{Answer, CallEnd, Undone, Unread, Unusable, has_few_values};
 use crate::definition::{CompiledRoom, DefinitionError, Listed, Tool};
 
 /// Calls that may wait for the caller to take them.
@@ -123,7 +123,7 @@ impl Hosted {
         let (answer, answered) = oneshot::channel();
         let callback = Callback { tool: tool.name().clone(), arguments, answer };
         if self.calls.send(callback).await.is_err() {
-            return CallEnd::failed("Gone", "the caller that hosts this tool is gone").into();
+            return CallEnd::undone(Undone::Gone, "the caller that hosts this tool is gone").into();
         }
         let answered = tokio::select! {
             biased;

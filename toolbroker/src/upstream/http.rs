@@ -20,10 +20,11 @@ use std::time::Duration;
 use reqwest::header::{ACCEPT_ENCODING, AUTHORIZATION, HeaderMap, HeaderValue, RETRY_AFTER};
 use reqwest::{RequestBuilder, Response, StatusCode};
 use rustls::pki_types::CertificateDer;
+use tokio::time::Instant;
 
-use super::CallEnd;
 use super::oauth::{OAuth, TokenError};
 use super::scrubs::Scrubs;
+use super::{CallEnd, Undone};
 use crate::egress::SystemResolver;
 use crate::endpoint::Endpoint;
 use crate::secret::Secret;
@@ -121,13 +122,19 @@ impl Client {
     /// Sends a request, with the access token if there is one. A token that is
     /// refused is fetched anew, once: a request answered by 401 was not
     /// carried out. One that only reads is sent once more over another
-    /// connection if the first broke.
+    /// connection if the first broke. Nothing is sent for which the token comes
+    /// after `until`.
     ///
     /// # Errors
     /// [`SendError`].
-    pub(crate) async fn send(&self, request: RequestBuilder) -> Result<Response, SendError> {
+    pub(crate) async fn send(
+        &self,
+        request: RequestBuilder,
+        until: Option<Instant>,
+    ) -> Result<Response, SendError> {
         let again = request.try_clone();
         let token = self.token().await?;
+        in_time(until)?;
         let response = match (authorized(request, token.as_ref()).send().await, &again) {
             (Err(error), Some(again)) if broke(&error) && only_reads(again) => {
                 let again = again.try_clone().ok_or(error)?;
@@ -142,6 +149,7 @@ impl Client {
                 drop(response);
                 oauth.refused(&token).await;
                 let token = oauth.token().await?;
+                in_time(until)?;
                 Ok(authorized(again, Some(&token)).send().await?)
             }
             _ => Ok(response),
@@ -157,6 +165,13 @@ fn broke(error: &reqwest::Error) -> bool {
 fn only_reads(request: &RequestBuilder) -> bool {
     let built = request.try_clone().and_then(|it| it.build().ok());
     built.is_some_and(|it| it.method().is_safe())
+}
+
+fn in_time(until: Option<Instant>) -> Result<(), SendError> {
+    match until {
+        Some(until) if Instant::now() >= until => Err(SendError::Late),
+        _ => Ok(()),
+    }
 }
 
 fn authorized(request: RequestBuilder, token: Option<&Secret>) -> RequestBuilder {
@@ -176,6 +191,8 @@ fn authorized(request: RequestBuilder, token: Option<&Secret>) -> RequestBuilder
 pub(crate) enum SendError {
     #[error("{0}")]
     Token(#[from] TokenError),
+    #[error("there was an access token only when nobody waited any more")]
+    Late,
     #[error("{}", explain(.0))]
     Http(#[source] reqwest::Error),
 }
@@ -192,14 +209,15 @@ impl SendError {
     /// The end of a call of which the server surely saw nothing, as a program is
     /// told: why is the operator's to know.
     pub(crate) fn unsent(&self) -> Option<CallEnd> {
-        let (name, message) = match self {
-            Self::Token(_) => ("Unauthorized", "there is no access token for the server"),
+        let (why, message) = match self {
+            Self::Token(_) => (Undone::Unauthorized, "there is no access token for the server"),
+            Self::Late => (Undone::Unauthorized, "the access token for the server came too late"),
             Self::Http(error) if error.is_connect() || error.is_builder() => {
-                ("Unreachable", "the server cannot be reached")
+                (Undone::Unreachable, "the server cannot be reached")
             }
             Self::Http(_) => return None,
         };
-        Some(CallEnd::failed(name, message))
+        Some(CallEnd::undone(why, message))
     }
 }
 
@@ -292,12 +310,12 @@ mod tests {
         let client = || Client { http: plain_client(HeaderMap::new(), &[]).unwrap(), oauth: None };
         let (reads, writes) = (client(), client());
         for _ in 0..2 {
-            let answer = reads.send(reads.http().get(&url)).await;
+            let answer = reads.send(reads.http().get(&url), None).await;
             assert!(answer.is_ok(), "{answer:?}");
         }
         drop(reads);
-        assert!(writes.send(writes.http().post(&url)).await.is_ok());
-        let broken = writes.send(writes.http().post(&url)).await.unwrap_err();
+        assert!(writes.send(writes.http().post(&url), None).await.is_ok());
+        let broken = writes.send(writes.http().post(&url), None).await.unwrap_err();
         assert!(broken.unsent().is_none(), "{broken}");
     }
 

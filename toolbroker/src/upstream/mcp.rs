@@ -29,14 +29,16 @@ use tokio::time::{Instant, timeout};
 
 use super::breaker::Breaker;
 use super::declined::Heard;
+use super::http::SendError;
 use super::listing::{LIST_LIFE, LeftOut, Listing, Offer};
 use super::received::{self, Came};
 use super::scrubs::Scrubs;
 use super::silence::Unanswered;
 use super::stdio::Process;
-use super::streamable::{self, ExchangeError, Fault, Mcp};
+use super::streamable::{self, ExchangeError, Fault, Mcp, Until};
 use super::{
-    Answer, Away, CallEnd, Connection, ERROR_TEXT_BYTES_MAX, Places, Unread, Unusable, Upstream,
+    Answer, Away, CallEnd, Connection, ERROR_TEXT_BYTES_MAX, Places, Undone, Unread, Unusable,
+    Upstream,
 };
 use crate::definition::Tool;
 
@@ -110,7 +112,7 @@ impl Attempt {
 
 /// The end of what was not carried out, since there is no session for it.
 fn gone(why: &str) -> CallEnd {
-    CallEnd::failed("SessionLost", why)
+    CallEnd::undone(Undone::SessionLost, why)
 }
 
 impl Session {
@@ -382,7 +384,7 @@ impl Session {
             meta.insert(IDEMPOTENCY_KEY.to_owned(), key.into());
             params.meta = Some(meta);
         }
-        if let Attempt::Ended(end) = self.attempt(tool, params.clone()).await {
+        if let Attempt::Ended(end) = self.attempt(tool, params.clone(), until).await {
             return end;
         }
         let connection = match self.next(until).await {
@@ -394,7 +396,7 @@ impl Session {
             return gone("the session ended, and in the next one this is another tool").into();
         }
         match &*connection {
-            Connection::Mcp(session) => session.attempt(tool, params).await.or_gone(session),
+            Connection::Mcp(session) => session.attempt(tool, params, until).await.or_gone(session),
             Connection::Api(_) | Connection::Hosted(_) => gone("the session ended").into(),
         }
     }
@@ -417,8 +419,8 @@ impl Session {
         Ok(connection)
     }
 
-    async fn attempt(&self, tool: &Tool, params: CallToolRequestParams) -> Attempt {
-        let outcome = self.call_once(tool, params).await;
+    async fn attempt(&self, tool: &Tool, params: CallToolRequestParams, until: Instant) -> Attempt {
+        let outcome = self.call_once(tool, params, until).await;
         self.ended(outcome).await
     }
 
@@ -452,10 +454,13 @@ impl Session {
                 if told != why && self.is_first(status) {
                     tracing::warn!(server = self.server, reason = ?why, "refused by a tool server");
                 }
-                CallEnd::failed("Refused", &told)
+                CallEnd::undone(Undone::Refused, &told)
             }
             (Fault::Client(ExchangeError::Send(error)), _) if let Some(end) = error.unsent() => {
-                let _ = self.failed(why);
+                // Whose run was over says nothing of the session.
+                if !matches!(error, SendError::Late) {
+                    let _ = self.failed(why);
+                }
                 end
             }
             // What a server does that answers otherwise is not known.
@@ -484,9 +489,12 @@ impl Session {
         &self,
         tool: &Tool,
         params: CallToolRequestParams,
+        until: Instant,
     ) -> Result<Answer, ServiceError> {
         let failed = |text: &str| CallEnd::Failed(json!({ "error": text }));
-        let request = ClientRequest::CallToolRequest(CallToolRequest::new(params));
+        let mut request = CallToolRequest::new(params);
+        request.extensions.insert(Until(until));
+        let request = ClientRequest::CallToolRequest(request);
         let promised = tool.spec().output_schema.is_some();
         let end = match self.asked(request).await {
             Ok(ServerResult::CustomResult(said)) => match received::as_it_came(said) {
@@ -514,7 +522,7 @@ impl Session {
         bytes_max: usize,
         until: Instant,
     ) -> Answer {
-        let read = self.read_once(uri, bytes_max).await;
+        let read = self.read_once(uri, bytes_max, until).await;
         if let Attempt::Ended(answer) = self.ended(read).await {
             return answer;
         }
@@ -524,7 +532,7 @@ impl Session {
         };
         match &*connection {
             Connection::Mcp(session) => {
-                let read = session.read_once(uri, bytes_max).await;
+                let read = session.read_once(uri, bytes_max, until).await;
                 session.ended(read).await.or_gone(session)
             }
             Connection::Api(_) | Connection::Hosted(_) => gone("the session ended").into(),
@@ -532,8 +540,14 @@ impl Session {
     }
 
     /// Sent as it is: what the library offers for this answers from a cache.
-    async fn read_once(&self, uri: &str, bytes_max: usize) -> Result<Answer, ServiceError> {
-        let request = ReadResourceRequest::new(ReadResourceRequestParams::new(uri));
+    async fn read_once(
+        &self,
+        uri: &str,
+        bytes_max: usize,
+        until: Instant,
+    ) -> Result<Answer, ServiceError> {
+        let mut request = ReadResourceRequest::new(ReadResourceRequestParams::new(uri));
+        request.extensions.insert(Until(until));
         let end = match self.asked(ClientRequest::ReadResourceRequest(request)).await {
             Ok(ServerResult::CustomResult(said)) => match received::as_it_came(said) {
                 Some(Came::Text(text)) => {
@@ -603,7 +617,7 @@ fn answered_error(error: ServiceError) -> Result<CallEnd, ServiceError> {
 fn busy(error: &(dyn std::error::Error + Send + Sync + 'static)) -> Option<CallEnd> {
     let full = error.downcast_ref::<io::Error>()?;
     let is_full = full.kind() == io::ErrorKind::WouldBlock;
-    is_full.then(|| CallEnd::failed("Busy", &full.to_string()))
+    is_full.then(|| CallEnd::undone(Undone::Busy, &full.to_string()))
 }
 
 /// A request that somebody waits for. Dropped with its id, the server is told

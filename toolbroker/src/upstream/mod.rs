@@ -182,6 +182,13 @@ pub enum CallEnd {
     Unusable(Unusable),
     /// The tool failed: its error as a JSON object.
     Failed(Value),
+    /// The tool surely did nothing.
+    Undone {
+        /// Why, as a program can tell it.
+        why: Undone,
+        /// The same for people.
+        message: String,
+    },
     /// The server was lost before it answered.
     Lost,
     /// A request was sent that may have done something, and this came instead of an answer.
@@ -229,7 +236,67 @@ impl From<CallEnd> for Said {
     }
 }
 
+/// Why a tool surely did nothing. These words are the broker's own: no tool's error has
+/// one of them for its name, since a program may try again what was not done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Undone {
+    /// No connection to its server could be made.
+    Unreachable,
+    /// Its server is not asked for now.
+    Unavailable,
+    /// There is no access token.
+    Unauthorized,
+    /// Its server's process takes nothing.
+    Busy,
+    /// It is no longer among its server's.
+    NoSuchTool,
+    /// The caller that hosts it is gone.
+    Gone,
+    /// Its server refused the request.
+    Refused,
+    /// Its server's session ended, and no other has the same tool.
+    SessionLost,
+}
+
+impl Undone {
+    const ALL: [Self; 8] = [
+        Self::Unreachable,
+        Self::Unavailable,
+        Self::Unauthorized,
+        Self::Busy,
+        Self::NoSuchTool,
+        Self::Gone,
+        Self::Refused,
+        Self::SessionLost,
+    ];
+
+    /// As a program is told it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Unreachable => "Unreachable",
+            Self::Unavailable => "Unavailable",
+            Self::Unauthorized => "Unauthorized",
+            Self::Busy => "Busy",
+            Self::NoSuchTool => "NoSuchTool",
+            Self::Gone => "Gone",
+            Self::Refused => "Refused",
+            Self::SessionLost => "SessionLost",
+        }
+    }
+
+    /// Whether a name is one of these.
+    pub(crate) fn is_name(name: &str) -> bool {
+        Self::ALL.iter().any(|it| it.name() == name)
+    }
+}
+
 impl CallEnd {
+    /// The tool surely did nothing.
+    pub(crate) fn undone(why: Undone, message: &str) -> Self {
+        Self::Undone { why, message: crate::cut(message, ERROR_TEXT_BYTES_MAX) }
+    }
+
     /// A failure with a name of its own.
     pub(crate) fn failed(name: &str, message: &str) -> Self {
         let message = crate::cut(message, ERROR_TEXT_BYTES_MAX);
@@ -341,7 +408,8 @@ impl Connection {
     /// tells the other side that nobody waits any more, as far as it can be
     /// told. An idempotency key goes along where there is a place for it: a
     /// server that knows it carries the same call out once, however often it
-    /// is sent. None is sent a second time after `until`, the end of its run.
+    /// is sent. None is sent after `until`, the end of its run, because a token or a
+    /// new session took its time.
     pub async fn call(
         &self,
         tool: &Tool,
@@ -351,14 +419,14 @@ impl Connection {
     ) -> Answer {
         match self {
             Self::Mcp(session) => session.call(tool, arguments, idempotency_key, until).await,
-            Self::Api(api) => api.call(tool, &arguments).await,
+            Self::Api(api) => api.call(tool, &arguments, until).await,
             Self::Hosted(hosted) => hosted.call(tool, arguments).await,
         }
     }
 
     /// Reads one of its resources, of so many bytes at most: its `contents`, as they came.
     /// Dropping the future tells the server that nobody waits any more. None is
-    /// asked for a second time after `until`, the end of its run.
+    /// asked for after `until`, the end of its run.
     pub async fn read_resource(&self, uri: &str, bytes_max: usize, until: Instant) -> Answer {
         match self {
             Self::Mcp(session) => session.read_resource(uri, bytes_max, until).await,

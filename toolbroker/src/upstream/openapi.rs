@@ -9,12 +9,13 @@ use reqwest::StatusCode;
 use reqwest::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, LOCATION};
 use rmcp::model::JsonObject;
 use serde_json::{Value, json};
+use tokio::time::Instant;
 
-use super::http::{BodyError, Client, body_within, retry_after};
+use super::http::{BodyError, Client, SendError, body_within, retry_after};
 use super::scrubs::Scrubs;
 use super::{
-    Admission, Answer, Away, Breaker, CallEnd, ERROR_TEXT_BYTES_MAX, Places, Unread, Unusable,
-    has_few_values,
+    Admission, Answer, Away, Breaker, CallEnd, ERROR_TEXT_BYTES_MAX, Places, Undone, Unread,
+    Unusable, has_few_values,
 };
 use crate::definition::Tool;
 use crate::openapi::{Kind, Operation, Plan, Request};
@@ -84,10 +85,11 @@ impl Api {
 
     /// Calls an operation. An answer that is no success is the tool's own
     /// error; one that does not come at all leaves the outcome unknown, unless
-    /// the request was surely not sent.
-    pub(crate) async fn call(&self, tool: &Tool, arguments: &JsonObject) -> Answer {
+    /// the request was surely not sent. None is after `until`.
+    pub(crate) async fn call(&self, tool: &Tool, arguments: &JsonObject, until: Instant) -> Answer {
         let Some(operation) = self.operation(tool) else {
-            return CallEnd::failed("NoSuchTool", "the interface has no such operation").into();
+            return CallEnd::undone(Undone::NoSuchTool, "the interface has no such operation")
+                .into();
         };
         let request = match operation.request.build(self.client.http(), arguments) {
             Ok(request) => request,
@@ -98,10 +100,10 @@ impl Api {
             Ok(admission) => admission,
             Err(source) => {
                 let away = Away::of(tool.name().server(), &source);
-                return CallEnd::failed("Unavailable", &away.to_string()).into();
+                return CallEnd::undone(Undone::Unavailable, &away.to_string()).into();
             }
         };
-        let response = match self.client.send(request).await {
+        let response = match self.client.send(request, Some(until)).await {
             Ok(response) => response,
             Err(error) => {
                 let why = self.scrubs.text(&error.to_string());
@@ -110,7 +112,10 @@ impl Api {
                 };
                 let reason = crate::cut(&why, ERROR_TEXT_BYTES_MAX);
                 tracing::warn!(server = tool.name().server(), ?reason, "nothing was sent");
-                self.failed(tool, admission, reason);
+                // Whose run was over says nothing of the interface.
+                if !matches!(error, SendError::Late) {
+                    self.failed(tool, admission, reason);
+                }
                 return end.into();
             }
         };
@@ -365,11 +370,13 @@ mod tests {
         breaker.failed("at 10.1.2.3".into());
         breaker.failed("at 10.1.2.3".into());
         let tool = &api.tools()[0];
-        let CallEnd::Failed(told) = api.call(tool, &JsonObject::new()).await.read() else {
+        let until = Instant::now() + std::time::Duration::from_secs(1);
+        let CallEnd::Undone { why, message } =
+            api.call(tool, &JsonObject::new(), until).await.read()
+        else {
             panic!("it was asked");
         };
-        assert_eq!(told["name"], "Unavailable");
-        let message = told["message"].as_str().unwrap();
+        assert_eq!(why, Undone::Unavailable);
         assert!(message.contains("is tried again in") && message.contains("log"), "{message}");
         assert!(!message.contains("10.1.2.3"), "{message}");
     }

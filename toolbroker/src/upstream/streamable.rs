@@ -18,7 +18,8 @@ use futures_core::stream::BoxStream;
 use reqwest::header::{ACCEPT, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use reqwest::{Method, RequestBuilder, Response, StatusCode};
 use rmcp::model::{
-    ClientJsonRpcMessage, ClientRequest, ErrorData, RequestId, ServerJsonRpcMessage,
+    ClientJsonRpcMessage, ClientRequest, ErrorData, GetExtensions as _, RequestId,
+    ServerJsonRpcMessage,
 };
 use rmcp::transport::common::client_side_sse::{ExponentialBackoff, SseRetryPolicy};
 use rmcp::transport::streamable_http_client::{
@@ -83,6 +84,18 @@ pub(super) enum ExchangeError {
 /// What rmcp's transport ends with.
 pub(super) type Fault = StreamableHttpError<ExchangeError>;
 
+/// When a request is of no use any more, beside it in its extensions: it may have
+/// to wait for an access token, which the MCP library knows nothing of.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Until(pub(super) Instant);
+
+impl Until {
+    fn of(message: &ClientJsonRpcMessage) -> Option<Instant> {
+        let ClientJsonRpcMessage::Request(asked) = message else { return None };
+        asked.request.extensions().get().map(|Self(until)| *until)
+    }
+}
+
 /// The way to one server.
 #[derive(Clone, Debug)]
 pub(super) struct Mcp(Arc<Shared>);
@@ -135,18 +148,19 @@ impl Mcp {
         let _ = timeout(DELETE_TIME_MAX, sessions.wait_for(|open| *open == 0)).await;
     }
 
-    /// Sends a request of this session.
+    /// Sends a request of this session, unless it has to wait till after `until`.
     async fn send(
         &self,
         request: RequestBuilder,
         session: Option<&str>,
         headers: HashMap<HeaderName, HeaderValue>,
+        until: Option<Instant>,
     ) -> Result<Response, Fault> {
         let mut request = request.headers(headers.into_iter().collect::<HeaderMap>());
         if let Some(session) = session {
             request = request.header(SESSION, session);
         }
-        self.0.client.send(request).await.map_err(|error| Fault::Client(error.into()))
+        self.0.client.send(request, until).await.map_err(|error| Fault::Client(error.into()))
     }
 
     /// What comes of the first request of the newer protocol. A stream is read here:
@@ -201,7 +215,7 @@ impl StreamableHttpClient for Mcp {
             .header(ACCEPT, format!("{JSON}, {EVENTS}"))
             .header(CONTENT_TYPE, JSON)
             .body(serde_json::to_vec(&message)?);
-        let sent = self.send(request, session.as_deref(), headers);
+        let sent = self.send(request, session.as_deref(), headers, Until::of(&message));
         let asked = match message {
             ClientJsonRpcMessage::Request(asked) => match asked.request {
                 ClientRequest::DiscoverRequest(_) if session.is_none() => Asked::Era(asked.id),
@@ -246,7 +260,7 @@ impl StreamableHttpClient for Mcp {
         headers: HashMap<HeaderName, HeaderValue>,
     ) -> Result<(), Fault> {
         let request = self.request(Method::DELETE, &uri);
-        let ended = self.send(request, Some(&session), headers).await;
+        let ended = self.send(request, Some(&session), headers, None).await;
         self.0.sessions.send_modify(|open| *open = open.saturating_sub(1));
         let ended = ended?;
         match ended.status() {
@@ -279,7 +293,7 @@ impl StreamableHttpClient for Mcp {
         if let Some(last_event) = last_event {
             request = request.header(LAST_EVENT, last_event);
         }
-        let response = self.send(request, session.as_deref(), headers).await?;
+        let response = self.send(request, session.as_deref(), headers, None).await?;
         match response.status() {
             StatusCode::METHOD_NOT_ALLOWED => Err(Fault::ServerDoesNotSupportSse),
             // Not asked for again and again: the credential is no better then.
