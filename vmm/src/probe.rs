@@ -23,6 +23,11 @@ use crate::worker::Guest;
 /// How long a worker may take to stand ready.
 const READY_TIME_MAX: Duration = Duration::from_secs(30);
 
+/// The oldest kernel that CI runs VMs on.
+const TESTED_KERNEL: (u32, u32) = (6, 1);
+/// The first kernel with `CLOSE_RANGE_CLOEXEC`, without which nothing is started.
+const OLDEST_KERNEL: (u32, u32) = (5, 11);
+
 /// How a thing stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -193,6 +198,7 @@ fn prove() -> Proof {
 fn findings(root: &Path, landlock: Option<u32>) -> Vec<Finding> {
     let host = Host { root };
     vec![
+        host.kernel(),
         host.kvm(),
         host.cpu(),
         host.huge_pages(),
@@ -225,6 +231,13 @@ fn shown(path: &Path) -> String {
     path.display().to_string()
 }
 
+/// The two numbers that a kernel's release begins with.
+fn version(release: &str) -> Option<(u32, u32)> {
+    let mut numbers = release.split(|byte: char| !byte.is_ascii_digit());
+    let mut next = || numbers.next()?.parse().ok();
+    Some((next()?, next()?))
+}
+
 /// The files of one host.
 struct Host<'a> {
     root: &'a Path,
@@ -244,6 +257,24 @@ impl Host<'_> {
         let text = self.read(path)?;
         let (_, rest) = text.split_once('[')?;
         Some(rest.split_once(']')?.0.to_owned())
+    }
+
+    fn kernel(&self) -> Finding {
+        let release = self.read("/proc/sys/kernel/osrelease").unwrap_or_default();
+        let found = Finding::ok("kernel", format!("Linux {release}"));
+        match version(&release) {
+            Some(version) if version >= TESTED_KERNEL => found,
+            Some(version) if version < OLDEST_KERNEL => found.or(
+                Standing::Missing,
+                "no worker starts: close_range cannot mark descriptors there",
+                "Linux 6.1 or newer",
+            ),
+            _ => found.or(
+                Standing::Advice,
+                "nothing is tested on kernels before Linux 6.1",
+                "Linux 6.1 or newer",
+            ),
+        }
     }
 
     fn kvm(&self) -> Finding {
@@ -541,6 +572,7 @@ mod tests {
         let tree = Tree::new(
             "hardened",
             &[
+                ("proc/sys/kernel/osrelease", "6.1.0-57-amd64\n"),
                 ("dev/kvm", ""),
                 ("dev/vhost-vsock", ""),
                 ("sys/module/kvm_amd/parameters/nested", "0\n"),
@@ -558,6 +590,21 @@ mod tests {
         let all = findings(&tree.0, Some(5));
         let not_ok: Vec<_> = all.iter().filter(|f| f.standing != Standing::Ok).collect();
         assert!(not_ok.is_empty(), "{not_ok:#?}");
+    }
+
+    #[test]
+    fn a_kernel_is_held_against_the_oldest_that_works_and_the_oldest_that_is_tested() {
+        for (release, standing) in [
+            ("5.10.0-30-amd64", Standing::Missing),
+            ("5.11.0", Standing::Advice),
+            ("5.19-rc1", Standing::Advice),
+            ("unheard-of", Standing::Advice),
+            ("6.1", Standing::Ok),
+            ("10.0.1", Standing::Ok),
+        ] {
+            let tree = Tree::new(release, &[("proc/sys/kernel/osrelease", release)]);
+            assert_eq!(tree.standing("kernel"), standing, "{release}");
+        }
     }
 
     #[test]

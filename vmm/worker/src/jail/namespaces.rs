@@ -292,7 +292,7 @@ impl Step {
         (Self::User, "setresuid in the child"),
         (Self::Hostname, "sethostname in the child"),
         (Self::Move, "moving a descriptor in the child"),
-        (Self::Mark, "close_range in the child"),
+        (Self::Mark, "close_range in the child, for which Linux has to be 5.11 or newer"),
         (Self::Place, "placing a descriptor in the child"),
         (Self::Signals, "resetting signals in the child"),
         (Self::Execute, "executing the command in the child"),
