@@ -6,7 +6,7 @@
 //! failed, and a link that breaks leaves the outcome of what is out unknown.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use forge_protocol::broker::{HostedTool, HostedTools};
 use forge_protocol::codec;
@@ -18,6 +18,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::definition::Listed;
 use crate::link::{self, LinkError};
+use crate::locks::lock;
 use crate::upstream::hosted::{Callback, HostError, Hosted};
 
 /// Callers that are registered and whose run is not open yet.
@@ -69,7 +70,7 @@ type Answer = oneshot::Sender<Result<Vec<u8>, Vec<u8>>>;
 
 impl Hosting {
     fn unclaimed(&self) -> MutexGuard<'_, Unclaimed> {
-        self.unclaimed.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.unclaimed)
     }
 
     /// Registers a caller's tools, which it serves on this link.

@@ -59,6 +59,7 @@ pub mod grant;
 pub mod hosting;
 pub mod journal;
 pub mod link;
+mod locks;
 pub mod metrics;
 pub mod openapi;
 pub mod policy;

@@ -10,13 +10,14 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use forge_protocol::abi::CallCode;
 use forge_protocol::exposition::Exposition;
 
 use crate::definition::Effect;
+use crate::locks::lock;
 
 /// Upper bounds of the buckets, in microseconds.
 const BUCKETS_US: [u64; 20] = [
@@ -96,7 +97,7 @@ impl Metrics {
             None => 3,
         };
         let end = code.map_or(0, |code| code as i32).unsigned_abs() as usize;
-        let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut calls = lock(&self.calls);
         let calls = match calls.get(server) {
             Some(calls) => calls,
             None => calls.entry(server.into()).or_default(),
@@ -171,7 +172,7 @@ impl Metrics {
     pub fn text(&self) -> String {
         let mut told = Exposition::behind(String::with_capacity(8 * 1024));
         let mut family = told.counter("forge_calls_total", "Tool calls by server, effect and end.");
-        let calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        let calls = lock(&self.calls);
         let mut servers: Vec<_> = calls.iter().collect();
         servers.sort_unstable_by_key(|(server, _)| *server);
         for (server, calls) in servers {

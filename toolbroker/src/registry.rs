@@ -6,7 +6,7 @@
 //! changed definitions, which is [`crate::review`]'s.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use forge_protocol::broker::ToolWord;
 use forge_protocol::name::{RESERVED_SERVERS, ToolName};
@@ -20,6 +20,7 @@ use crate::builtin::{Builtin, Builtins, Caller, InPlace, Work};
 use crate::config::{COST_DEFAULT, Config, Word};
 use crate::definition::{Effect, Tool};
 use crate::egress;
+use crate::locks::lock;
 use crate::policy::Policy;
 use crate::secret::Scrubber;
 use crate::upstream::scrubs::Scrubs;
@@ -316,7 +317,7 @@ impl Registry {
     fn warn_of_words(&self, server: &str, tools: &[Arc<Tool>]) {
         let has = |name: &ToolName| tools.iter().any(|tool| tool.name() == name);
         for name in self.words.keys().filter(|name| name.server() == server && !has(name)) {
-            let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut told = lock(&self.told);
             if told.insert(name.clone()) {
                 let closest = closest(name.as_str(), tools.iter().map(|tool| tool.name().as_str()));
                 tracing::warn!(tool = %name, ?closest, "[tools] names what its server does not have");

@@ -7,12 +7,13 @@
 //! score; principals who may see the same share it, and it is built again only
 //! when those tools or their definitions changed.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use forge_retrieval::{Description, Index};
 use serde_json::Value;
 
 use crate::definition::Tool;
+use crate::locks::lock;
 
 /// Indexes that are kept: one for each set of tools that somebody may see.
 const INDEXES_MAX: usize = 8;
@@ -95,7 +96,7 @@ impl Retrieval {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Arc<Indexed>>> {
-        self.indexes.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.indexes)
     }
 }
 

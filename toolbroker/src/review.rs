@@ -30,7 +30,7 @@ use std::fs::{self, File, Metadata, Permissions};
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use forge_log::Seldom;
 use forge_protocol::broker::{Standing, ToolSpec};
@@ -40,6 +40,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::definition::Tool;
 use crate::difference;
+use crate::locks::lock;
 use crate::state::is_trusted;
 
 /// The file in the state folder that holds the pins.
@@ -291,7 +292,7 @@ impl Reviews {
         if RESERVED_SERVERS.contains(&tool.name().server()) {
             return Standing::Approved;
         }
-        let book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
+        let book = lock(&self.book);
         match book.pins.get(tool.name().as_str()) {
             None => Standing::New,
             Some(pin) if pin.definition_sha256 == crate::hex(&tool.sha256()) => Standing::Approved,
@@ -312,7 +313,7 @@ impl Reviews {
         }
         let new: Vec<_> =
             tools.iter().filter(|tool| self.standing(tool) == Standing::New).collect();
-        let book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
+        let book = lock(&self.book);
         let mut servers = new.chunk_by(|a, b| a.name().server() == b.name().server());
         Ok(servers.any(|new| {
             let room = Room::of(new[0].name().server(), &book.pins);
@@ -325,7 +326,7 @@ impl Reviews {
     fn tell_changed(&self, tools: &[Arc<Tool>]) {
         for tool in tools.iter().filter(|tool| self.standing(tool) == Standing::Changed) {
             let name = tool.name().as_str();
-            let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut told = lock(&self.told);
             if told.insert(name.to_owned(), tool.sha256()) != Some(tool.sha256()) {
                 tracing::warn!(
                     tool = ?name,
@@ -418,7 +419,7 @@ impl Reviews {
 
     /// Whether the file is one that was found to be wrong.
     fn is_known_to_fail(&self) -> bool {
-        let wrong = self.book.lock().unwrap_or_else(PoisonError::into_inner).wrong;
+        let wrong = lock(&self.book).wrong;
         let now = || fs::metadata(self.file()?).ok().map(|metadata| change(&metadata));
         wrong.is_some_and(|wrong| now() == Some(wrong))
     }
@@ -452,7 +453,7 @@ impl Reviews {
             return String::new();
         }
         let former = {
-            let book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
+            let book = lock(&self.book);
             book.pins.get(tool.name().as_str()).map(Pin::shown).unwrap_or_default()
         };
         difference::shown(&former, &Pin::of(tool.spec()).shown())
@@ -465,7 +466,7 @@ impl Reviews {
     /// Reads the file if it is another than the one read last.
     fn refresh(&self) -> Result<(), ReviewError> {
         let Some(file) = self.file() else { return Ok(()) };
-        let mut book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut book = lock(&self.book);
         match fs::metadata(&file) {
             Ok(metadata) if book.stamp == Some(stamp(&metadata)) => book.wrong = None,
             Ok(metadata) => match read(&file) {
@@ -486,7 +487,7 @@ impl Reviews {
     /// Changes the pins, here and in the file.
     fn write(&self, change: impl FnOnce(&mut BTreeMap<String, Pin>)) -> Result<(), ReviewError> {
         let (Some(folder), Some(file)) = (&self.folder, self.file()) else {
-            let mut book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut book = lock(&self.book);
             change(&mut book.pins);
             return Ok(());
         };
@@ -497,19 +498,19 @@ impl Reviews {
                 .map_err(failed)?;
         }
         // Let go of when it is closed.
-        let lock = File::options()
+        let turn = File::options()
             .write(true)
             .create(true)
             .truncate(false)
             .mode(0o600)
             .open(folder.join(LOCK_FILE))
             .map_err(failed)?;
-        rustix::fs::flock(&lock, FlockOperation::LockExclusive)
+        rustix::fs::flock(&turn, FlockOperation::LockExclusive)
             .map_err(|error| failed(error.into()))?;
         self.refresh()?;
 
         let mut pins = {
-            let book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
+            let book = lock(&self.book);
             book.pins.clone()
         };
         change(&mut pins);
@@ -532,7 +533,7 @@ impl Reviews {
             let _ = fs::remove_file(&draft);
             failed(source)
         })?;
-        let mut book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut book = lock(&self.book);
         *book = Book { pins: written.tools, stamp: Some(stamp(&metadata)), wrong: None };
         Ok(())
     }

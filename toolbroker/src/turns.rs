@@ -5,8 +5,9 @@
 //! beside this one.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
+use crate::locks::lock;
 use tokio::sync::Semaphore;
 
 /// Turns of each principal that has one or waits for one.
@@ -24,7 +25,7 @@ impl Turns {
 
     /// Those of one principal, which are never closed.
     pub(crate) fn of(&self, principal: &Arc<str>) -> Arc<Semaphore> {
-        let mut all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = lock(&self.all);
         if let Some(turns) = all.get(principal).and_then(Weak::upgrade) {
             return turns;
         }

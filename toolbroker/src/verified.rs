@@ -12,12 +12,13 @@
 //! the same every time.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use sha2::{Digest as _, Sha256};
 
 use crate::grant::{Chain, Grant, GrantError, Issuer};
+use crate::locks::lock;
 
 /// Tokens remembered.
 const TOKENS_MAX: usize = 256;
@@ -106,7 +107,7 @@ impl Verified {
     }
 
     fn look_up(&self, digest: &[u8; 32]) -> Option<Standing> {
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&self.known);
         known.clock += 1;
         let clock = known.clock;
         let entry = known.tokens.get_mut(digest)?;
@@ -115,7 +116,7 @@ impl Verified {
     }
 
     fn remember(&self, digest: [u8; 32], principal: &str, token_bytes: usize, standing: Standing) {
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&self.known);
         known.clock += 1;
         let principal = principal.to_owned();
         let entry = Entry { standing, principal, token_bytes, used: known.clock };

@@ -59,6 +59,7 @@ use crate::grant::{self, Grant, GrantError, Issuer, Terms};
 use crate::hosting::{Hosting, HostingError};
 use crate::journal::{Journal, Place};
 use crate::link::{self, LinkError, Receiver, Rider, Sender};
+use crate::locks::lock;
 use crate::metrics::Metrics;
 use crate::policy::Policy;
 use crate::registry::Registry;
@@ -336,7 +337,7 @@ impl Broker {
     }
 
     fn open_runs(&self) -> MutexGuard<'_, HashMap<RunId, Weak<Run>>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.open)
     }
 
     /// What a token allows now. A token that is not known is verified beside

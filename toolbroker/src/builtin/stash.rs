@@ -16,7 +16,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::ops::Bound;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use forge_protocol::RunId;
@@ -25,6 +25,7 @@ use serde_json::{Value, json};
 
 use super::{Caller, Failure, Plan, Work, text};
 use crate::definition::Effect;
+use crate::locks::lock;
 
 /// A key, in bytes.
 const KEY_BYTES_MAX: usize = 256;
@@ -185,7 +186,7 @@ impl Stash {
     /// Does something with what is there now.
     fn with<T>(&self, work: impl FnOnce(&mut Held, Instant) -> T) -> T {
         let now = (self.clock)();
-        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held = lock(&self.held);
         held.forget_the_past(now);
         work(&mut held, now)
     }

@@ -1,7 +1,7 @@
 //! One run: what it may call, and what it has used.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
 use forge_protocol::RunId;
@@ -17,6 +17,7 @@ use super::CallFailure;
 use crate::budget::Budget;
 use crate::builtin::Caller;
 use crate::grant::Grant;
+use crate::locks::lock;
 use crate::upstream::Connection;
 use crate::upstream::hosted::Hosted;
 
@@ -214,7 +215,7 @@ impl Run {
 
     fn lock_calls(&self) -> MutexGuard<'_, Vec<CallRecord>> {
         // What it guards is whole between any two statements.
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.calls)
     }
 
     /// Whether nobody wants it any more.

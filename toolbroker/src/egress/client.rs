@@ -25,6 +25,7 @@ use super::address;
 use super::resolve::Resolver;
 use super::rule::{Destination, Method, Refused, Rule, Scheme, admit, place_of};
 use crate::constraint::Violation;
+use crate::locks::lock;
 use crate::secret::{Scrubber, Secret};
 
 /// Redirects that are followed for one request.
@@ -281,7 +282,7 @@ enum Stage {
 
 impl Progress {
     fn is_now(&self, stage: Stage) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = stage;
+        *lock(&self.0) = stage;
     }
 
     /// How a request ends that came so far and has no answer.

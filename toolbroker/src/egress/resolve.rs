@@ -6,8 +6,9 @@ use std::future::Future;
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs as _};
 use std::pin::Pin;
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 
+use crate::locks::lock;
 use tokio::sync::watch;
 
 /// A resolution under way.
@@ -44,7 +45,7 @@ impl SystemResolver {
     }
 
     fn under_way(&self) -> MutexGuard<'_, HashMap<String, Lookup>> {
-        self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.under_way)
     }
 
     /// The lookup of this name that is under way, or one that begins now.

@@ -12,7 +12,7 @@
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -21,6 +21,7 @@ use tokio::sync::watch;
 
 use super::record::{Event, Record};
 use super::store::{JournalError, Store};
+use crate::locks::lock;
 use crate::metrics::Metrics;
 
 /// How long the writer waits for more records before it commits.
@@ -379,11 +380,6 @@ impl Writer {
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
-}
-
-/// What the locks guard is whole between any two statements.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@
 
 use std::io;
 use std::process::{Command, ExitCode, Stdio};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 
 use rustix::io::Errno;
 use rustix::process::WaitOptions;
@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use super::launch::{self, EXIT_SHORT, Order, PROBE, code_of};
 use super::tree::Tree;
 use super::{Limits, Namespaces, sys};
+use crate::locks::lock;
 
 /// The user that servers are tried out as.
 const PROBE_UID: u32 = super::UIDS.start;
@@ -43,7 +44,7 @@ impl Host {
     pub(super) fn get() -> Result<&'static Self, String> {
         static HOST: OnceLock<Host> = OnceLock::new();
         static ASKING: Mutex<()> = Mutex::new(());
-        let _asking = ASKING.lock().unwrap_or_else(PoisonError::into_inner);
+        let _asking = lock(&ASKING);
         if let Some(host) = HOST.get() {
             return Ok(host);
         }

@@ -25,7 +25,7 @@
 mod export;
 mod otlp;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use forge_protocol::RunId;
@@ -40,6 +40,7 @@ use url::Url;
 
 use crate::definition::Effect;
 use crate::journal::Close;
+use crate::locks::lock;
 use crate::metrics::Metrics;
 use crate::upstream::http::plain_client;
 
@@ -179,7 +180,7 @@ impl Spans {
     /// that is dropped.
     pub async fn close(&self) {
         self.exporter.closing.cancel();
-        let task = self.exporter.task.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let task = lock(&self.exporter.task).take();
         let Some(mut task) = task else { return };
         match timeout(CLOSE_TIME_MAX, &mut task).await {
             Ok(Ok(())) => {}

@@ -19,12 +19,13 @@
 //! Deliberately absent are rates and time windows: one answer closes it.
 
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use tokio::time::Instant;
 
 use super::UpstreamError;
+use crate::locks::lock;
 
 /// So many failures in a row open it. One alone is a server that was
 /// restarted, or a connection that was idle for too long.
@@ -68,7 +69,7 @@ impl Breaker {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     /// Whether the server would be asked now. Changes nothing.

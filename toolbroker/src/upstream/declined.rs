@@ -19,9 +19,10 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::locks::lock;
 use rmcp::RoleClient;
 use rmcp::model::{
     ClientResult, ErrorCode, ErrorData, GetMeta as _, JsonRpcMessage, RequestId,
@@ -75,11 +76,11 @@ impl Heard {
 
     /// When it said something last.
     pub(super) fn last(&self) -> Option<Instant> {
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner)
+        *lock(&self.last)
     }
 
     fn said_something(&self) {
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+        *lock(&self.last) = Some(Instant::now());
     }
 
     /// Whether nothing more comes from it.

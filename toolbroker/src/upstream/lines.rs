@@ -9,7 +9,7 @@
 //! could not read its request, if there is only one.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::{fmt, io};
 
 use rmcp::RoleClient;
@@ -24,6 +24,7 @@ use tokio::task::coop::consume_budget;
 use super::received::{self, answers};
 use super::unread::SMALL_BYTES_MAX;
 use super::unusable::{MESSAGE_BYTES_MAX, Scan, Unusable, is_same};
+use crate::locks::lock;
 
 /// What may wait to be written, in bytes: a server that takes nothing gets no
 /// more requests.
@@ -116,7 +117,7 @@ fn over() -> io::Error {
 
 impl Outbox {
     fn waiting(&self) -> MutexGuard<'_, Waiting> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.waiting)
     }
 
     /// Has a message wait to be written; what tells that it was.

@@ -41,6 +41,7 @@ use super::{
     Upstream,
 };
 use crate::definition::Tool;
+use crate::locks::lock;
 
 /// How long a listing may take once the server is up.
 const LIST_TIME_MAX: Duration = Duration::from_secs(10);
@@ -191,7 +192,7 @@ impl Session {
     /// Its tools.
     #[must_use]
     pub fn tools(&self) -> Arc<Vec<Arc<Tool>>> {
-        Arc::clone(&self.tools.lock().unwrap_or_else(PoisonError::into_inner))
+        Arc::clone(&lock(&self.tools))
     }
 
     fn heard(&self) -> &Heard {
@@ -232,7 +233,7 @@ impl Session {
 
     /// Whether its tools may have changed since they were listed.
     pub(super) fn is_stale(&self) -> bool {
-        let until = *self.list_until.lock().unwrap_or_else(PoisonError::into_inner);
+        let until = *lock(&self.list_until);
         self.has_announced() || Instant::now() >= until
     }
 
@@ -264,7 +265,7 @@ impl Session {
     }
 
     fn list_lives(&self, life: Duration) {
-        *self.list_until.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now() + life;
+        *lock(&self.list_until) = Instant::now() + life;
     }
 
     /// Asks a server of the newer protocol to say when its tools change, if
@@ -275,7 +276,7 @@ impl Session {
         if info.protocol_version.has_initialize() || tells != Some(true) {
             return;
         }
-        let mut subscription = self.subscription.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut subscription = lock(&self.subscription);
         if subscription.as_ref().is_some_and(|task| !task.is_finished()) {
             return;
         }
@@ -305,7 +306,7 @@ impl Session {
         // Long work, if the server wants it to be.
         let Offer { tools, left_out, life } =
             crate::beside(move || listing.offer(&server, &scrubs)).await;
-        *self.tools.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(tools);
+        *lock(&self.tools) = Arc::new(tools);
         self.warn_of(left_out);
         self.listed_at_change.store(announced, Ordering::Release);
         self.list_lives(life);
@@ -352,7 +353,7 @@ impl Session {
     /// Says which tools are left out, where that is news: a list is read again and
     /// again.
     fn warn_of(&self, left_out: Vec<LeftOut>) {
-        let mut last = self.left_out.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = lock(&self.left_out);
         if *last != left_out {
             for LeftOut { tool, why } in &left_out {
                 tracing::warn!(server = self.server, ?tool, ?why, "tool left out");
@@ -471,7 +472,7 @@ impl Session {
 
     /// Whether this session was never refused with this status before.
     fn is_first(&self, status: u16) -> bool {
-        self.refused.lock().unwrap_or_else(PoisonError::into_inner).insert(status)
+        lock(&self.refused).insert(status)
     }
 
     /// Takes note of a failure of the server, once for each session. `reason` is

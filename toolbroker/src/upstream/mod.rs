@@ -63,7 +63,7 @@ pub use self::unusable::Unusable;
 pub(crate) use self::unusable::{VALUES_MAX, has_few_values};
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use forge_protocol::name::ToolName;
@@ -84,6 +84,7 @@ use self::openapi::Api;
 use self::places::Places;
 use self::scrubs::Scrubs;
 use crate::definition::Tool;
+use crate::locks::lock;
 use crate::secret::Scrubber;
 use crate::stranger::{self, Program};
 
@@ -522,7 +523,7 @@ impl Upstream {
     }
 
     fn slot(&self) -> MutexGuard<'_, Slot> {
-        self.slot.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.slot)
     }
 
     /// Whether a connection can be used as it is.

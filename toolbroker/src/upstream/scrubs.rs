@@ -7,12 +7,13 @@
 //! taken out of the others' answers.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex as StdMutex, PoisonError};
+use std::sync::{Arc, Mutex as StdMutex};
 
 use serde_json::Value;
 use tokio::sync::Mutex;
 
 use crate::beside;
+use crate::locks::lock;
 use crate::secret::{Scrubber, Secret};
 
 /// Fetched tokens of one client that are still looked for: the one it uses, and
@@ -122,12 +123,12 @@ impl Fetched {
         let sought: Vec<Secret> = others.chain(&own).cloned().collect();
         // Long work, if whoever issues them wants it to be.
         let scrubber = beside(|| Scrubber::new(sought)).await;
-        *self.now.lock().unwrap_or_else(PoisonError::into_inner) = Some(scrubber);
+        *lock(&self.now) = Some(scrubber);
         tokens.insert(client.to_owned(), own);
     }
 
     fn now(&self) -> Option<Scrubber> {
-        self.now.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.now).clone()
     }
 }
 

@@ -5,9 +5,10 @@
 //! once but one that does a call at a time and is at one, shows which it is.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
+use crate::locks::lock;
 use tokio::time::Instant;
 
 /// How long one may leave all that it is asked unanswered and say nothing else, its list of
@@ -34,7 +35,7 @@ pub(super) struct Question<'a> {
 
 impl Unanswered {
     fn asked(&self) -> MutexGuard<'_, Asked> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     /// It is asked something now.

@@ -11,7 +11,7 @@ use std::fmt::{self, Display, Formatter};
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::process::Stdio;
-use std::sync::{Arc, Mutex as StdMutex, PoisonError};
+use std::sync::{Arc, Mutex as StdMutex};
 use std::time::Duration;
 
 use rmcp::RoleClient;
@@ -35,6 +35,7 @@ use super::UpstreamError;
 use super::lines::Lines;
 use super::received::{answers, is_of_another_request};
 use super::scrubs::Scrubs;
+use crate::locks::lock;
 use crate::secret::SECRET_BYTES_MAX;
 use crate::stranger::{self, Program};
 
@@ -384,7 +385,7 @@ impl LastWords {
 
     fn add(&self, mut line: Vec<u8>) {
         line.shrink_to_fit();
-        let mut kept = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = lock(&self.lines);
         if kept.len() == STDERR_LINES_KEPT {
             kept.pop_front();
         }
@@ -393,7 +394,7 @@ impl LastWords {
 
     /// As they may be told.
     fn told(&self) -> Vec<String> {
-        let kept = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = lock(&self.lines);
         kept.iter().map(|line| crate::cut(&self.shown(line), LAST_WORD_BYTES_MAX)).collect()
     }
 

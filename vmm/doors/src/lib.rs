@@ -19,6 +19,8 @@
 pub mod http;
 #[cfg(any(feature = "http", feature = "mcp"))]
 mod integer;
+#[cfg(feature = "web")]
+mod locks;
 #[cfg(feature = "mcp")]
 pub mod mcp;
 #[cfg(all(test, any(feature = "http", feature = "mcp")))]

@@ -7,8 +7,9 @@
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
+use crate::locks::lock;
 use axum::body::Bytes;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -139,7 +140,7 @@ pub(crate) enum Next {
 
 impl Events {
     fn buffer(&self) -> MutexGuard<'_, Buffer> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.kept)
     }
 
     pub(crate) fn push(&self, event: Happened) {

@@ -8,7 +8,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use forge_client::Canceller;
@@ -19,6 +19,7 @@ use super::events::Events;
 use super::key::{self, Keyed};
 use super::problem::Problem;
 use super::runs::took_no_place;
+use crate::locks::lock;
 
 /// Requests of one principal that may be under way at the same time: a run
 /// that is waited for and a stream of events are each one.
@@ -260,7 +261,7 @@ impl Tenant {
     }
 
     fn runs(&self) -> MutexGuard<'_, Runs> {
-        self.runs.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.runs)
     }
 
     /// Has a run found by its id from now on.
@@ -363,7 +364,7 @@ pub(crate) struct Tenants {
 
 impl Tenants {
     fn all(&self) -> MutexGuard<'_, HashMap<String, Arc<Tenant>>> {
-        self.all.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.all)
     }
 
     /// The one of this name.

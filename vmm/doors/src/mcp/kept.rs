@@ -19,7 +19,7 @@ use rmcp::model::ServerJsonRpcMessage;
 use rmcp::transport::streamable_http_server::session::{ServerSseMessage, SessionId};
 use tokio::sync::Notify;
 
-use super::sessions::lock;
+use crate::locks::lock;
 
 /// How long a stream that is over can still be heard.
 const KEPT_TIME: Duration = Duration::from_secs(60);

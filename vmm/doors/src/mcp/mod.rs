@@ -40,7 +40,7 @@ mod skim;
 mod teach;
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use forge_client::ClientError;
 use forge_protocol::json;
@@ -54,6 +54,7 @@ use serde_json::value::RawValue;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
+use crate::locks::lock;
 use crate::object::Object;
 use handles::Handles;
 use link::ServiceLink;
@@ -135,7 +136,7 @@ impl Door {
     }
 
     fn handles(&self) -> MutexGuard<'_, Handles> {
-        self.0.handles.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0.handles)
     }
 }
 

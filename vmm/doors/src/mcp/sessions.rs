@@ -7,7 +7,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
@@ -24,6 +24,7 @@ use rmcp::transport::streamable_http_server::session::{
 };
 
 use super::kept::{Ahead, Kept};
+use crate::locks::lock;
 
 /// Sessions that one principal may have. Clients come back to theirs after any time,
 /// and some never take up another: none ends by itself.
@@ -110,11 +111,6 @@ impl Drop for Opening {
     fn drop(&mut self) {
         lock(&self.open).remove(&self.id);
     }
-}
-
-/// What the locks guard is whole between any two statements.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What a session says on one stream.

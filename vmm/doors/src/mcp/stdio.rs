@@ -8,7 +8,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
 use forge_protocol::json;
@@ -27,6 +27,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::skim::Skim;
 use super::{Door, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX, REQUESTS_MAX, handler};
+use crate::locks::lock;
 
 /// How long a client that is leaving may take for its last answers.
 const LAST_WRITE_TIME_MAX: Duration = Duration::from_secs(2);
@@ -409,11 +410,6 @@ impl Outlet {
     fn open(&self) -> MutexGuard<'_, Open> {
         lock(&self.open)
     }
-}
-
-/// What it guards is whole between any two statements.
-fn lock(open: &Mutex<Open>) -> MutexGuard<'_, Open> {
-    open.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn refuse(code: ErrorCode, what: String, id: Option<RequestId>) -> Outgoing {

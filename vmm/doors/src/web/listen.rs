@@ -13,7 +13,7 @@ use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -33,6 +33,7 @@ use tokio::time::{Instant, Sleep};
 use super::is_set;
 use super::places::{Connections, Places, Standing};
 use super::sent::{Linger, Rest, Sent};
+use crate::locks::lock;
 
 /// Connections at a time. Tests fill them, and may open fewer files.
 const CONNECTIONS_MAX: usize = if cfg!(test) { 64 } else { 1024 };
@@ -427,11 +428,6 @@ impl Wire {
 async fn left(wire: &Mutex<Wire>) {
     std::future::poll_fn(|context| lock(wire).poll_over(context)).await;
     tokio::time::sleep(LEAVING_TIME_MAX).await;
-}
-
-/// What it guards is whole between any two statements.
-fn lock(wire: &Mutex<Wire>) -> MutexGuard<'_, Wire> {
-    wire.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A stream whose writes fail if they make no way for too long, and whose reads

@@ -8,9 +8,10 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
+use crate::locks::lock;
 use hyper::http::Extensions;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
@@ -203,11 +204,6 @@ pub(crate) fn stay(of_request: &Extensions, holder: &str) {
     if let Some(standing) = of_request.get::<Arc<Standing>>() {
         standing.stay(holder);
     }
-}
-
-/// What it guards is whole between any two statements.
-fn lock(guests: &Mutex<Guests>) -> MutexGuard<'_, Guests> {
-    guests.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -9,10 +9,11 @@
 use std::io;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use crate::locks::lock;
 use hyper::StatusCode;
 use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
 use tokio::io::{AsyncRead, ReadBuf};
@@ -70,7 +71,7 @@ impl Drop for Sent {
             && !self.is_over
             && !body.is_end_stream()
         {
-            *self.rest.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(body);
+            *lock(&self.rest.0) = Some(body);
         }
     }
 }
@@ -82,7 +83,7 @@ impl Rest {
     /// What a client sends only once it is asked to never comes, and one that is
     /// told that it is too slow has had its time.
     pub(crate) fn read(&self, expects: bool, status: StatusCode, owed: &Arc<AtomicBool>) -> bool {
-        let body = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let body = lock(&self.0).take();
         let Some(body) = body else { return true };
         owed.store(true, Ordering::Relaxed);
         if expects
