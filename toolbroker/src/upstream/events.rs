@@ -39,13 +39,15 @@ pub(super) fn events(
     let is_too_large = Arc::new(AtomicBool::new(false));
     let told = [Arc::clone(&is_too_large), session];
     let inner = Box::pin(sse::Events::of(response.bytes_stream(), bytes_max, told));
-    Box::pin(Answers { inner, asked, is_over: false, is_too_large })
+    Box::pin(Answers { inner, asked, answers_another: false, is_over: false, is_too_large })
 }
 
 /// Events that the MCP library can read.
 struct Answers<S> {
     inner: Pin<Box<S>>,
     asked: Option<RequestId>,
+    /// Whether there was an answer, and to something that was not asked.
+    answers_another: bool,
     is_over: bool,
     is_too_large: Arc<AtomicBool>,
 }
@@ -92,6 +94,10 @@ impl<S> Answers<S> {
                 self.asked = None;
                 event
             }
+            (JsonRpcMessage::Response(_), Some(_)) => {
+                self.answers_another = true;
+                event
+            }
             (JsonRpcMessage::Error(said), Some(_)) => {
                 let answer = RxJsonRpcMessage::<RoleClient>::error(said.error, self.asked.take());
                 instead(&answer, event)
@@ -131,7 +137,12 @@ impl<S: Stream<Item = Result<Sse, SseError>>> Stream for Answers<S> {
                         None => Err(error),
                     }));
                 }
-                None => return Poll::Ready(None),
+                None => {
+                    this.is_over = true;
+                    let asked = this.asked.take().filter(|_| this.answers_another);
+                    let answer = asked.map(|asked| Unusable::Another.answer(asked));
+                    return Poll::Ready(answer.map(|answer| Ok(instead(&answer, Sse::default()))));
+                }
             }
         }
     }
@@ -157,7 +168,8 @@ mod tests {
         let events = data.iter().rev().map(|data| Sse::default().data(*data)).collect();
         let inner = Box::pin(Ready(events));
         let is_too_large = Arc::default();
-        let mut stream = Answers { inner, asked, is_over: false, is_too_large };
+        let mut stream =
+            Answers { inner, asked, answers_another: false, is_over: false, is_too_large };
         let mut context = Context::from_waker(std::task::Waker::noop());
         let mut out = Vec::new();
         while let Poll::Ready(Some(event)) = Pin::new(&mut stream).poll_next(&mut context) {
@@ -198,6 +210,16 @@ mod tests {
         let got = out(None, &[&answer("9", &many), &many, "{no json", &good]);
         assert_eq!(got.len(), 2, "what answers nothing is left out");
         assert_eq!(ended(got), [(json!(9), Some(Unusable::TooMany)), (json!(1), None)]);
+    }
+
+    #[test]
+    fn a_stream_that_answers_another_request_alone_ends_its_own() {
+        let (asked, other) = (Some(RequestId::Number(7)), answer("8", "\"result\":{}"));
+        let got = ended(out(asked.clone(), &[&other]));
+        assert_eq!(got, [(json!(8), None), (json!(7), Some(Unusable::Another))]);
+        let got = ended(out(asked.clone(), &[&other, &answer("7", "\"result\":{}")]));
+        assert_eq!(got, [(json!(8), None), (json!(7), None)]);
+        assert!(out(asked, &[]).is_empty(), "a stream that broke is another matter");
     }
 
     #[test]
