@@ -15,17 +15,19 @@
 //!
 //! picks either value. Between the two may be whatever emits nothing: constants and
 //! all that is computed of them ahead, be it another `select`. No comparison but
-//! `i32.eqz`, `i32.eq` and `i32.ne` is dropped. Here each of these becomes
-//! instructions with the same result that wasmi leaves alone, unless something is
-//! surely emitted between it and the next `select`:
+//! `i32.eqz`, `i32.eq` and `i32.ne` is dropped, and `ref.is_null`, which wasmi makes a
+//! comparison of. Here each of these becomes instructions with the same result that
+//! wasmi leaves alone, unless something is surely emitted between it and the next
+//! `select`:
 //!
 //! | | becomes |
 //! |---|---|
 //! | `i32.eqz` | `i32.const 1`, `i32.lt_u` |
 //! | `i32.eq` | `i32.xor`, `i32.const 1`, `i32.lt_u` |
 //! | `i32.ne` | `i32.xor`, `i32.const 1`, `i32.ge_u` |
+//! | `ref.is_null` | itself, and an empty block, which makes a value of its result |
 //!
-//! Compilers that optimise hardly ever emit the three there: they swap the values
+//! Compilers that optimise hardly ever emit any of them there: they swap the values
 //! instead.
 //!
 //! **Blocks with parameters.** A `local.get` is nothing to wasmi but a note of which
@@ -71,6 +73,7 @@ mod op {
     pub(super) const I32_EQ: u8 = 0x46;
     pub(super) const I32_NE: u8 = 0x47;
     pub(super) const I32_WRAP_I64: u8 = 0xa7;
+    pub(super) const REF_IS_NULL: u8 = 0xd1;
     pub(super) const I64_EXTEND_I32_U: u8 = 0xad;
     /// The type of a block without values.
     pub(super) const EMPTY: u8 = 0x40;
@@ -237,17 +240,18 @@ fn find(
         let Operator { at, opcode, .. } = operator;
         let was_compared = core::mem::take(&mut is_taken);
         match opcode {
-            op::I32_EQZ..=op::I32_NE if may_select => {
+            op::I32_EQZ..=op::I32_NE | op::REF_IS_NULL if may_select => {
                 if was_compared {
                     // Emitted after it, or both of them are computed ahead.
                     compared.pop();
                 }
-                let bytes = match opcode {
-                    op::I32_EQZ => EQZ,
-                    op::I32_EQ => EQ,
-                    _ => NE,
+                let (range, bytes) = match opcode {
+                    op::I32_EQZ => (at..at + 1, EQZ),
+                    op::I32_EQ => (at..at + 1, EQ),
+                    op::I32_NE => (at..at + 1, NE),
+                    _ => (at + 1..at + 1, EMPTY_BLOCK),
                 };
-                compared.push(Other { range: at..at + 1, bytes });
+                compared.push(Other { range, bytes });
                 few(found.len() + compared.len())?;
                 is_taken = true;
             }
@@ -276,7 +280,8 @@ fn find(
             (address, value) = (value, Some(operator));
         }
     }
-    found[before..].sort_unstable_by_key(|other| other.range.start);
+    // What goes before an instruction goes before what takes its place.
+    found[before..].sort_unstable_by_key(|other| (other.range.start, other.range.end));
     Ok(())
 }
 
@@ -356,6 +361,27 @@ mod tests {
         ] {
             assert_eq!(respelled(&around(from)).unwrap().unwrap(), around(to), "{from}");
         }
+    }
+
+    #[test]
+    fn an_empty_block_goes_between_a_null_check_and_a_select() {
+        let module = |between: &str, taker: &str| {
+            bytes(&format!(
+                "(module (func (param externref) (result i32) (i32.const 5) (i32.const 7)
+                    (local.get 0) ref.is_null {between} {taker}))"
+            ))
+        };
+        let other = respelled(&module("", "select")).unwrap().unwrap();
+        assert_eq!(other, module("block end", "select"));
+        // Compared once more, that comparison is the last.
+        let twice = respelled(&module("", "i32.eqz select")).unwrap().unwrap();
+        assert_eq!(twice, module("", "i32.const 1 i32.lt_u select"));
+        // And a block with parameters takes both.
+        let block = "block (param i32) (result i32) end select";
+        let both = respelled(&module("", block)).unwrap().unwrap();
+        assert_eq!(both, module("block end block end", block));
+        let taken = module("", "if nop end (i32.const 1) select");
+        assert_eq!(respelled(&taken).unwrap(), None, "a condition takes it for good");
     }
 
     #[test]

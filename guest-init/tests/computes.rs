@@ -98,6 +98,39 @@ fn a_select_by_a_comparison_with_zero_picks_what_a_condition_by_it_picks() {
 }
 
 #[test]
+fn a_select_by_whether_a_variable_is_null_picks_by_that() {
+    for (ty, reference, picked) in [
+        ("funcref", "(ref.null func)", 5),
+        ("funcref", "(ref.func $pick)", 7),
+        ("externref", "(ref.null extern)", 5),
+    ] {
+        for (between, swaps) in [
+            ("", false),
+            ("nop", false),
+            ("i32.const 9 drop", false),
+            ("i64.const 1 i64.eqz drop", false),
+            ("i32.eqz", true),
+            ("i32.const 0 i32.ne", false),
+        ] {
+            let expected = if swaps { 12 - picked } else { picked };
+            // What the addition leaves in a register is what a wrong one looks at.
+            for left in [-1, 0, 41] {
+                let module = format!(
+                    "(module (memory (export \"memory\") 1) (global (mut i32) (i32.const 0))
+                    (elem declare func $pick)
+                    (func $pick (param $r {ty}) (param $y i32) (result i32)
+                        (global.set 0 (i32.add (local.get $y) (i32.const 1)))
+                        i32.const 5 i32.const 7 local.get $r ref.is_null {between} select)
+                    (func (export \"forge_run\") (result i32)
+                        (call $pick {reference} (i32.const {left}))))"
+                );
+                assert_eq!(Run::of(&module).go().ending(), &Ending::Returned(expected), "{module}");
+            }
+        }
+    }
+}
+
+#[test]
 fn a_variable_is_stored_at_its_own_address_however_far_the_offset() {
     for (store, load) in [
         ("i32.store", "i32.load"),
