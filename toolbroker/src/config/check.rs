@@ -102,8 +102,21 @@ impl ConfigError {
 }
 
 /// Has every credential that a command prints come from nowhere. Only there is
-/// a `command` a list.
-fn leave_commands(value: &mut Value) {
+/// a `command` a list: a server's own is a text, and a list a fault.
+fn leave_commands(document: &mut Value) {
+    let tables = document.as_object_mut().into_iter().flatten();
+    for (name, table) in tables {
+        match table {
+            Value::Object(servers) if matches!(&**name, "servers" | "mcpServers") => {
+                let fields = servers.values_mut().filter_map(Value::as_object_mut);
+                fields.flat_map(|it| it.values_mut()).for_each(leave_command);
+            }
+            other => leave_command(other),
+        }
+    }
+}
+
+fn leave_command(value: &mut Value) {
     match value {
         Value::Object(fields) => {
             let is_whole = |word: &Value| word.as_str().is_some_and(|word| !word.contains('\0'));
@@ -114,9 +127,9 @@ fn leave_commands(value: &mut Value) {
                 fields.remove("command");
                 fields.insert("from_env".into(), UNREAD.into());
             }
-            fields.values_mut().for_each(leave_commands);
+            fields.values_mut().for_each(leave_command);
         }
-        Value::Array(items) => items.iter_mut().for_each(leave_commands),
+        Value::Array(items) => items.iter_mut().for_each(leave_command),
         _ => {}
     }
 }
@@ -268,6 +281,15 @@ mod tests {
             faults(None, Some(&file), &|name| (name == "SET").then(|| "a-credential".into()));
         let line = |fault: &ConfigError| fault.to_string().split_once(": ").unwrap().1.to_owned();
         told.iter().map(line).collect()
+    }
+
+    #[test]
+    fn a_servers_command_that_is_a_list_is_told_as_that() {
+        let told = faults_in("[servers.a]\ncommand = ['npx', '-y', 'x']\n");
+        assert_eq!(told, ["servers.a.command: expected a string, found a list"]);
+        let told =
+            faults_in("[servers.a]\nurl = 'https://x.example/'\nheaders.A = { command = ['y'] }\n");
+        assert!(told.is_empty(), "{told:?}");
     }
 
     #[test]
