@@ -45,6 +45,11 @@ fn main() -> ExitCode {
             what_has_no_end_or_is_no_text_is_refused,
             a_tool_server_that_is_installed_below_the_home_is_started,
             usage_errors_exit_2_and_say_what_to_do,
+            a_limit_that_is_said_twice_is_refused,
+            a_trace_replaces_nothing_before_there_is_one,
+            a_run_that_is_interrupted_before_it_begins_is_cancelled,
+            help_that_cannot_be_written_is_a_failure,
+            check_has_a_verdict_in_json_on_text_that_is_no_module,
             an_empty_intent_is_a_usage_error_that_says_what_to_give,
             a_limit_over_its_bound_is_told_by_its_option,
             a_run_may_ask_for_the_wall_clock_that_the_operator_allows_and_no_more,
@@ -629,7 +634,8 @@ fn usage_errors_exit_2_and_say_what_to_do() {
     desk.write("hello.wat", HELLO);
     desk.write("typo.toml", "[trust]\nkeyz = []\n");
     desk.write("bytes", [0xff, 0xfe]);
-    let cases: [(&[&str], &str); 11] = [
+    let cases: [(&[&str], &str); 12] = [
+        (&["serve", "--trust", "signer.pub", "--socket", "vsock:2:5000"], "[service.vsock]"),
         (&["run"], "Usage"),
         (&["run", "--isolation", "none", "hello.wat"], "possible values: vm"),
         (&["run", "hello.wat"], "--trust"),
@@ -649,6 +655,94 @@ fn usage_errors_exit_2_and_say_what_to_do() {
         assert!(stderr.contains(said), "{arguments:?} said {stderr:?}, not {said:?}");
         assert_eq!(text(&output.stdout), "");
     }
+}
+
+fn a_limit_that_is_said_twice_is_refused() {
+    let desk = Desk::new();
+    desk.write("hello.wat", HELLO);
+    for twice in [
+        ["--fuel", "100000", "--limit", "fuel=1"],
+        ["--limit", "memory_bytes=65536", "--memory", "65536"],
+        ["--timeout", "5s", "--limit", "wall_ms=1"],
+        ["--limit", "calls=1", "--limit", "calls=2"],
+    ] {
+        let run = ["run", "--sign-with", "signer.pem", "hello.wat"];
+        let output = desk.forge(&[&run[..], &twice].concat());
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{twice:?}: {said}");
+        assert!(said.contains("is said by --"), "{twice:?}: {said}");
+    }
+    let half = desk.forge(&["run", "--sign-with", "signer.pem", "--timeout", "999us", "hello.wat"]);
+    assert_eq!(half.status.code(), Some(2));
+    assert!(text(&half.stderr).contains("whole milliseconds"), "{}", text(&half.stderr));
+}
+
+fn a_trace_replaces_nothing_before_there_is_one() {
+    let desk = Desk::new();
+    desk.write("hello.wat", HELLO);
+    desk.write("old.json", "{}");
+    let run = ["run", "--sign-with", "signer.pem", "--trace"];
+    // There is no server for that.
+    for trace in ["old.json", "new.json"] {
+        let output = desk.forge(&[&run[..], &[trace, "--allow", "a.b", "hello.wat"]].concat());
+        assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
+    }
+    assert_eq!(fs::read(desk.path("old.json")).unwrap(), b"{}");
+    assert!(!desk.path("new.json").exists());
+    let output = desk.forge(&[&run[..], &["./hello.wat", "hello.wat"]].concat());
+    assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("this is the program"), "{}", text(&output.stderr));
+    assert_eq!(fs::read(desk.path("hello.wat")).unwrap(), HELLO.as_bytes());
+}
+
+fn a_run_that_is_interrupted_before_it_begins_is_cancelled() {
+    let desk = Desk::new();
+    desk.write("hello.wat", HELLO);
+    let servers = json!({"mcpServers": {"slow": {"command": "sleep", "args": ["60"]}}});
+    desk.write("slow.json", servers.to_string());
+    let mut command = desk.command(&["run", "--json", "--isolation", "process"]);
+    command.args(["--sign-with", "signer.pem", "--mcp-config", "slow.json"]);
+    command.args(["--intent", "something slow", "hello.wat"]);
+    // Whoever runs this in the background may have it ignored, and so would we.
+    // SAFETY: signal is async-signal-safe.
+    unsafe {
+        command.pre_exec(|| {
+            libc::signal(libc::SIGTERM, libc::SIG_DFL);
+            Ok(())
+        })
+    };
+    let began = std::time::Instant::now();
+    let run = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    // It searches by then, or still starts its toolbroker.
+    std::thread::sleep(Duration::from_millis(1_500));
+    // SAFETY: sends a signal to a process that this test started, and has not waited for.
+    unsafe { libc::kill(run.id() as i32, libc::SIGTERM) };
+    let output = run.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(7));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["status"], "cancelled", "{report:#}");
+    assert!(began.elapsed() < Duration::from_secs(20), "it waited for its server");
+}
+
+fn help_that_cannot_be_written_is_a_failure() {
+    let desk = Desk::new();
+    for arguments in [&["--help"][..], &["--version"], &["run", "--help"]] {
+        let full = fs::File::options().write(true).open("/dev/full").unwrap();
+        let status = desk.command(arguments).stdout(full).status().unwrap();
+        assert_eq!(status.code(), Some(1), "{arguments:?}");
+        let (_, left) = std::io::pipe().unwrap();
+        let status = desk.command(arguments).stdout(left).status().unwrap();
+        assert_eq!(status.code(), Some(0), "{arguments:?}: who reads it has left");
+    }
+}
+
+fn check_has_a_verdict_in_json_on_text_that_is_no_module() {
+    let desk = Desk::new();
+    desk.write("bad.wat", "(module (func");
+    let output = desk.forge(&["check", "--json", "bad.wat"]);
+    assert_eq!(output.status.code(), Some(3));
+    let said: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&said["ok"], &said["violations"][0]["kind"]), (&json!(false), &json!("invalid")));
 }
 
 fn an_empty_intent_is_a_usage_error_that_says_what_to_give() {

@@ -128,13 +128,29 @@ fn bytes(text: &str) -> Result<u64, &'static str> {
 
 /// The path of a service's socket, for commands that take no other address.
 fn socket() -> impl clap::builder::TypedValueParser<Value = PathBuf> {
+    no_vsock("only `run` takes vsock:CID:PORT: give the path of the service's socket")
+}
+
+fn own_socket() -> impl clap::builder::TypedValueParser<Value = PathBuf> {
+    no_vsock("a service listens on AF_VSOCK by [service.vsock] in forge.toml: this is a path")
+}
+
+fn no_vsock(why: &'static str) -> impl clap::builder::TypedValueParser<Value = PathBuf> {
     use clap::builder::TypedValueParser as _;
-    clap::builder::PathBufValueParser::new().try_map(|path| {
-        if path.to_str().is_some_and(|text| text.starts_with(VSOCK)) {
-            return Err("only `run` takes vsock:CID:PORT: give the path of the service's socket");
-        }
-        Ok(path)
+    clap::builder::PathBufValueParser::new().try_map(move |path| {
+        let is_vsock = path.to_str().is_some_and(|text| text.starts_with(VSOCK));
+        if is_vsock { Err(why) } else { Ok(path) }
     })
+}
+
+/// A time of whole milliseconds: of less, a run would have another than was said.
+fn milliseconds(text: &str) -> Result<Duration, String> {
+    let time = humantime::parse_duration(text).map_err(|error| error.to_string())?;
+    if time.subsec_nanos() % 1_000_000 == 0 {
+        Ok(time)
+    } else {
+        Err("whole milliseconds go here, such as 500ms or 5s".into())
+    }
 }
 
 #[derive(Debug, ClapArgs)]
@@ -202,7 +218,7 @@ pub(crate) struct RunArgs {
     pub(crate) memory: Option<u64>,
     /// Wall clock the run may take, such as 500ms or 5s
     /// [default: 5s, at most 30s, or what [limits] in forge.toml says]
-    #[arg(long, value_name = "DUR", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "DUR", value_parser = milliseconds)]
     pub(crate) timeout: Option<Duration>,
     /// Any limit of a run, by its name in docs/abi.md; may be given several
     /// times
@@ -229,7 +245,7 @@ pub(crate) enum ReuseArg {
 pub(crate) struct ServeArgs {
     /// The unix socket to listen at
     /// [default: [service] socket of --config, or what systemd passes]
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", value_parser = own_socket())]
     pub(crate) socket: Option<PathBuf>,
     /// A public key that programs are trusted by; may be given several times
     #[arg(long, value_name = "PUB")]
@@ -513,7 +529,7 @@ pub(crate) struct ToolsCallArgs {
     pub(crate) asker: AskerArgs,
     /// How long the call may take, such as 500ms or 5s [default: 30s, or
     /// what [limits] in forge.toml says, which is the most]
-    #[arg(long, value_name = "DUR", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "DUR", value_parser = milliseconds)]
     pub(crate) timeout: Option<Duration>,
     /// The tool, as <server>.<tool>
     pub(crate) tool: ToolName,

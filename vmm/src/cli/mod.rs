@@ -94,7 +94,11 @@ pub(crate) enum CliError {
 impl CliError {
     fn exit(&self) -> Exit {
         match self {
-            Self::File { source, .. } if is_of_the_moment(source) => Exit::Unavailable,
+            Self::File { source, .. } | Self::Key(KeyFileError::Io { source, .. })
+                if is_of_the_moment(source) =>
+            {
+                Exit::Unavailable
+            }
             Self::Usage(_) | Self::Key(_) | Self::File { .. } => Exit::Usage,
             Self::Program(_) => Exit::Rejected,
             Self::Broker(error) => match error {
@@ -195,8 +199,12 @@ pub(crate) fn main() -> ExitCode {
                 unsafe { std::env::remove_var(STATE) };
                 error = Args::try_parse().err().unwrap_or(error);
             }
-            let _ = error.print();
-            return if error.use_stderr() { Exit::Usage.into() } else { Exit::Ok.into() };
+            let exit = match error.print() {
+                _ if error.use_stderr() => Exit::Usage,
+                Err(printed) if printed.kind() != io::ErrorKind::BrokenPipe => Exit::Failed,
+                _ => Exit::Ok,
+            };
+            return exit.into();
         }
     };
     start_logging();

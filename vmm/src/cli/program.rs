@@ -242,7 +242,14 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
     let mut paths = args.trust.clone();
     paths.extend(config::trust_keys(args.broker.config.as_deref())?);
     let trust = keys::read_trust(&paths)?;
-    let bytes = read_program(&args.program)?;
+    let bytes = match read_program(&args.program) {
+        Err(CliError::Program(message)) if args.json => {
+            let violation = CheckedViolation { kind: RejectKind::Invalid.as_str(), message };
+            print_json(&Checked { ok: false, violations: vec![violation], needs: None })?;
+            return Ok(Exit::Rejected.into());
+        }
+        read => read?,
+    };
     let usual = RunLimits::default();
     // What a run may ask for keeps no program from running.
     let RunLimits { memory_bytes, program_bytes, .. } = RunLimits::operator_maxima();

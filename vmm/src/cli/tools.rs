@@ -21,6 +21,7 @@ use forge_protocol::name::RESERVED_SERVERS;
 use forge_vmm::admission::shown_whole;
 use forge_vmm::broker::{Broker, BrokerError};
 use forge_vmm::keys;
+use forge_vmm::link::Patience;
 use serde::Serialize;
 
 use super::args::{
@@ -160,7 +161,7 @@ fn search(args: &ToolsSearchArgs) -> Result<ExitCode, CliError> {
     let broker = config::start_broker(&args.broker, GrantKey::Idle)?;
     progress("asking the tool servers");
     let Found { tools, blocked, unavailable } =
-        config::search(&broker, &args.asker.principal, &args.intent, args.k)?;
+        config::search(&broker, &args.asker.principal, &args.intent, args.k, Patience::default())?;
     let score = |tool: &FoundTool| f64::from(tool.score_millionths) / 1e6;
     if args.json {
         let entry = |tool: &BlockedTool| BlockedEntry {

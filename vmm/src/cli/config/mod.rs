@@ -40,6 +40,7 @@ use forge_protocol::worker::Tier;
 use forge_vmm::broker::{Broker, BrokerError, BrokerOptions};
 use forge_vmm::isolation::{Isolation, Resolved};
 use forge_vmm::jail::GroupLimits;
+use forge_vmm::link::Patience;
 use forge_vmm::user::{User, UserError};
 use serde::Deserialize;
 
@@ -532,9 +533,10 @@ pub(crate) fn search(
     principal: &str,
     intent: &str,
     k: u32,
+    patience: Patience<'_>,
 ) -> Result<Found, CliError> {
     let request = Request::SearchTools { principal: principal.into(), intent: intent.into(), k };
-    ask(broker, &request, |reply| match reply {
+    taken(broker.ask_for(&request, patience)?, |reply| match reply {
         Reply::Found { tools, blocked, unavailable } => Ok(Found { tools, blocked, unavailable }),
         other => Err(other),
     })
@@ -546,7 +548,11 @@ pub(crate) fn ask<T>(
     request: &Request,
     take: impl FnOnce(Reply) -> Result<T, Reply>,
 ) -> Result<T, CliError> {
-    take(broker.ask(request)?).map_err(|other| {
+    taken(broker.ask(request)?, take)
+}
+
+fn taken<T>(reply: Reply, take: impl FnOnce(Reply) -> Result<T, Reply>) -> Result<T, CliError> {
+    take(reply).map_err(|other| {
         CliError::Broker(BrokerError::Protocol(format!("{other:?} does not answer this")))
     })
 }

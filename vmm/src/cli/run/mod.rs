@@ -43,7 +43,7 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
         // What conflicts with a flag that is given, clap does not ask for.
         return Err(CliError::Usage("--prepare is for --service: one run prepares nothing".into()));
     }
-    let limits = limits(&args);
+    let limits = limits(&args)?;
     config::check_named(&args.broker)?;
     let input = config::json_argument("--input", &args.input)?;
     let by = match &args.service {
@@ -94,20 +94,28 @@ fn unsigned(by: &By<'_>, why: String) -> RunReport {
     RunReport { isolation, ..refused.report }
 }
 
-fn limits(args: &RunArgs) -> RunLimits {
-    let mut default = RunLimits::default();
-    for (name, value) in &args.limit {
+/// The limits that are asked for. One that is said twice would be the one that its
+/// speaker does not mean.
+fn limits(args: &RunArgs) -> Result<RunLimits, CliError> {
+    let wall_ms = args.timeout.map(|time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
+    let own = [
+        ("--fuel", "fuel", args.fuel),
+        ("--memory", "memory_bytes", args.memory),
+        ("--timeout", "wall_ms", wall_ms),
+    ];
+    let own = own.into_iter().filter_map(|(flag, name, value)| Some((flag, name, value?)));
+    let named = args.limit.iter().map(|(name, value)| ("--limit", &**name, *value));
+    let mut limits = RunLimits::default();
+    let mut said: Vec<(&str, &str)> = Vec::new();
+    for (flag, name, value) in own.chain(named) {
+        if let Some((before, _)) = said.iter().find(|(_, it)| *it == name) {
+            return Err(CliError::Usage(format!("{flag}: {name} is said by {before} already")));
+        }
+        said.push((flag, name));
         // They were looked at when they were read.
-        let _ = default.set(name, *value);
+        let _ = limits.set(name, value);
     }
-    RunLimits {
-        fuel: args.fuel.unwrap_or(default.fuel),
-        memory_bytes: args.memory.unwrap_or(default.memory_bytes),
-        wall_ms: args
-            .timeout
-            .map_or(default.wall_ms, |time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX)),
-        ..default
-    }
+    Ok(limits)
 }
 
 fn program_and_trust(args: &RunArgs) -> Result<(Vec<u8>, TrustKeys), CliError> {

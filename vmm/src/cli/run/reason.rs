@@ -98,7 +98,7 @@ fn by_its_authors_bytes(args: &RunArgs, program: &[u8]) -> Option<String> {
         Some(_) => [&CORE_HEADER, SignedParts::scan(program).ok()?.covered()].concat(),
         None => program.to_vec(),
     };
-    match forge_guest_init::check(&limits(args), &module) {
+    match forge_guest_init::check(&limits(args).ok()?, &module) {
         Err(Ending::Rejected { kind: RejectKind::Invalid | RejectKind::TooLarge, detail }) => {
             Some(shown_whole(&detail))
         }
