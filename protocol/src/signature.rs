@@ -178,7 +178,8 @@ impl TrustKey {
     #[cfg(feature = "keys")]
     pub fn from_pem(pem: &str) -> Result<Self, KeyError> {
         use ed25519_dalek::pkcs8::DecodePublicKey as _;
-        let key = VerifyingKey::from_public_key_pem(pem).map_err(|_| KeyError::Pem)?;
+        let pem = strict_pem(pem).ok_or(KeyError::Pem)?;
+        let key = VerifyingKey::from_public_key_pem(&pem).map_err(|_| KeyError::Pem)?;
         Self::from_bytes(&key.to_bytes())
     }
 
@@ -542,6 +543,33 @@ impl<'a> Reader<'a> {
     }
 }
 
+/// The first PEM text in another, as strictly as RFC 7468 has it generated, and the
+/// library wants it: in lines of 64 characters, with nothing around it or between. Its
+/// lax form, which other tools take, has blanks and blank lines anywhere.
+#[cfg(feature = "keys")]
+fn strict_pem(text: &str) -> Option<alloc::string::String> {
+    const BEGIN: &str = "-----BEGIN ";
+    const END: &str = "-----END ";
+    const LINE: usize = 64;
+    let mut lines = text.lines().map(str::trim).skip_while(|line| !line.starts_with(BEGIN));
+    let mut strict = alloc::string::String::from(lines.next()?);
+    let mut written = 0;
+    for line in lines {
+        if line.starts_with(END) {
+            strict.extend(["\n", line, "\n"]);
+            return Some(strict);
+        }
+        for character in line.chars().filter(|it| !it.is_ascii_whitespace()) {
+            if written % LINE == 0 {
+                strict.push('\n');
+            }
+            strict.push(character);
+            written += 1;
+        }
+    }
+    None
+}
+
 /// The key a developer signs with.
 #[cfg(feature = "keys")]
 pub struct SignerKey(ed25519_dalek::SigningKey);
@@ -561,7 +589,8 @@ impl SignerKey {
     /// [`KeyError::Pem`].
     pub fn from_pem(pem: &str) -> Result<Self, KeyError> {
         use ed25519_dalek::pkcs8::DecodePrivateKey as _;
-        ed25519_dalek::SigningKey::from_pkcs8_pem(pem).map(Self).map_err(|_| KeyError::Pem)
+        let pem = strict_pem(pem).ok_or(KeyError::Pem)?;
+        ed25519_dalek::SigningKey::from_pkcs8_pem(&pem).map(Self).map_err(|_| KeyError::Pem)
     }
 
     /// Writes the key as PKCS#8 v1 PEM, which carries no public key: other
@@ -646,7 +675,7 @@ impl core::fmt::Debug for SignerKey {
 #[cfg(all(test, feature = "keys"))]
 mod tests {
     use super::*;
-    use alloc::string::ToString;
+    use alloc::string::{String, ToString};
     use alloc::vec;
 
     /// Header and one custom section "x" with two bytes.
@@ -793,8 +822,36 @@ mod tests {
         assert_eq!(SignerKey::from_pem(&key.to_pem()).unwrap().trust_key(), key.trust_key());
         assert_eq!(TrustKey::from_pem(&key.trust_key().to_pem()).unwrap(), key.trust_key());
         assert!(key.to_pem().starts_with("-----BEGIN PRIVATE KEY-----"));
-        assert_eq!(TrustKey::from_pem("nonsense").unwrap_err(), KeyError::Pem);
+        for nonsense in ["nonsense", "", "-----BEGIN PUBLIC KEY-----\nMCow"] {
+            assert_eq!(TrustKey::from_pem(nonsense).unwrap_err(), KeyError::Pem);
+        }
         assert!(!alloc::format!("{key:?}").contains(&key.to_pem()[30..60].to_string()));
+    }
+
+    #[test]
+    fn white_space_around_and_in_pem_makes_no_other_key() {
+        let key = signer();
+        let (private, public) = (key.to_pem(), key.trust_key().to_pem());
+        let of_20 = |pem: &str| {
+            let body: Vec<char> = pem.lines().nth(1).unwrap().chars().collect();
+            let lines: Vec<String> = body.chunks(20).map(|it| it.iter().collect()).collect();
+            pem.replace(pem.lines().nth(1).unwrap(), &lines.join("\n"))
+        };
+        let ways: [&dyn Fn(&str) -> String; 6] = [
+            &|pem| alloc::format!("{pem}\n\n"),
+            &|pem| alloc::format!("subject: me\n\n{pem}and more\n"),
+            &|pem| pem.replace('\n', "  \n"),
+            &|pem| pem.replace('\n', "\r\n\r\n"),
+            &|pem| pem.trim_end().to_string(),
+            &of_20,
+        ];
+        for (number, way) in ways.iter().enumerate() {
+            let read = SignerKey::from_pem(&way(&private));
+            assert_eq!(read.unwrap().trust_key(), key.trust_key(), "{number}");
+            assert_eq!(TrustKey::from_pem(&way(&public)).unwrap(), key.trust_key(), "{number}");
+        }
+        let other = public.replace('A', "=");
+        assert_eq!(TrustKey::from_pem(&other).unwrap_err(), KeyError::Pem);
     }
 
     fn leb(mut number: usize) -> Vec<u8> {
