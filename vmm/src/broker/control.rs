@@ -355,8 +355,7 @@ impl Control {
             drop(answers);
             // Whoever reads may leave.
             let look = Instant::now() + LOOK_EVERY;
-            let until = Some(patience.until.map_or(look, |until| until.min(look)));
-            return match self.wait(libc::POLLOUT, Patience { until, ..patience }) {
+            return match self.wait(libc::POLLOUT, patience.no_later_than(look)) {
                 Err(Silence::Over) if !patience.is_over() => Ok(()),
                 waited => waited,
             };

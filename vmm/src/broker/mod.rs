@@ -463,9 +463,7 @@ impl Broker {
         most: Duration,
         asking: Patience<'_>,
     ) -> Result<Reply, BrokerError> {
-        let latest = Instant::now() + most;
-        let until = Some(asking.until.map_or(latest, |until| until.min(latest)));
-        let patience = Patience { until, ..asking };
+        let patience = asking.no_later_than(Instant::now() + most);
         let silent = |error| match error {
             Silence::Cancelled => BrokerError::Cancelled,
             Silence::Over if asking.is_over() => BrokerError::OutOfTime { asked: true },

@@ -330,8 +330,7 @@ impl Zygote {
         patience: Patience<'_>,
     ) -> io::Result<Result<T, io::Error>> {
         let last = (since + ANSWER_TIME_MAX).max(Instant::now() + OWED_TIME);
-        let until = patience.until.map_or(last, |until| until.min(last));
-        match self.answer(kind, Patience { until: Some(until), ..patience }) {
+        match self.answer(kind, patience.no_later_than(last)) {
             Ok(answer) => Ok(Ok(answer)),
             Err(error) => match error.kind() {
                 io::ErrorKind::ConnectionAborted => Ok(Err(error)),

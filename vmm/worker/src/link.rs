@@ -31,6 +31,12 @@ impl Patience<'_> {
         Self { until: Some(until), cancel: None }
     }
 
+    /// The same, over at `latest` if it were not before.
+    #[must_use]
+    pub fn no_later_than(self, latest: Instant) -> Self {
+        Self { until: Some(self.until.map_or(latest, |until| until.min(latest))), ..self }
+    }
+
     /// Whether its time is over.
     #[must_use]
     pub fn is_over(&self) -> bool {
