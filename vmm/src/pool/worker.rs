@@ -32,8 +32,8 @@ pub struct Worker {
     /// It has said that its VM stands ready.
     ready: bool,
     runs: u64,
-    /// A program has been in it, which may have taken it over.
-    has_served: bool,
+    /// It was given a program to load.
+    is_prepared: bool,
     /// It was given its run's link to the broker.
     has_link: bool,
     /// It is to tell of the run that it is given next.
@@ -129,9 +129,9 @@ fn last_word(frame: &Frame) -> VmFailure {
 impl Worker {
     pub(super) fn new(socket: UnixStream, process: OwnedFd) -> Self {
         let (link, limits) = (Link::new(socket), RunLimits::default());
-        let (ready, has_served, has_link, is_to_tell) = (false, false, false, false);
+        let (ready, is_prepared, has_link, is_to_tell) = (false, false, false, false);
         let (process, rest) = (Arc::new(process), Rest::default());
-        Self { link, process, ready, runs: 0, has_served, has_link, is_to_tell, limits, rest }
+        Self { link, process, ready, runs: 0, is_prepared, has_link, is_to_tell, limits, rest }
     }
 
     /// How many jobs it has carried out.
@@ -181,7 +181,7 @@ impl Worker {
         frame::write_message(Kind::Prepare, order, &mut bytes);
         let sent = self.link.send(&bytes, patience);
         sent.map_err(|error| self.unsent(&error))?;
-        self.has_served = true;
+        self.is_prepared = true;
         self.ready = false;
         self.await_ready(patience)
     }
@@ -238,9 +238,18 @@ impl Worker {
         })
     }
 
+    /// Whether a program has been in it, which may have taken it over.
+    fn has_served(&self) -> bool {
+        self.is_prepared || self.runs > 0
+    }
+
     /// The loss to report when its run had not begun.
     pub(super) fn not_begun(&self, failure: VmFailure) -> Lost {
-        if self.has_served && self.has_link { Lost::Handed(failure) } else { Lost::Before(failure) }
+        if self.has_served() && self.has_link {
+            Lost::Handed(failure)
+        } else {
+            Lost::Before(failure)
+        }
     }
 
     /// Has it tell of the run that it is given next what happens as it happens.
@@ -375,7 +384,6 @@ impl Worker {
             }
         };
         self.runs += 1;
-        self.has_served = true;
         let report: Report = decode(&said.payload).map_err(Lost::During)?;
         report.check(&self.limits).map_err(|over| Lost::During(misbehaved(over)))?;
         Ok(report)
@@ -488,7 +496,7 @@ pub(super) mod tests {
     /// One that has carried out a run, after which its VM is put back.
     pub(in super::super) fn standing() -> (Worker, UnixStream) {
         let (mut worker, theirs) = unused();
-        (worker.runs, worker.has_served) = (1, true);
+        worker.runs = 1;
         (worker, theirs)
     }
 
