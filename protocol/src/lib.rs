@@ -19,6 +19,7 @@
 //! | [`signature`] | who wrote a program |
 //! | [`run`] | what is said of a run on every link |
 //! | [`tally`] | what a run leaves, counted against its limits |
+//! | [`text`] | text from outside, where it is shown |
 //! | [`guest`] | the link between a guest and its worker, both sides |
 //! | [`broker`] | the link between a supervisor or worker and the toolbroker |
 //! | [`worker`] | the link between the supervisor and a worker |
@@ -53,6 +54,7 @@ pub mod run;
 pub mod service;
 pub mod signature;
 pub mod tally;
+pub mod text;
 pub mod worker;
 
 pub use run::RunId;

@@ -5,6 +5,7 @@ use forge_protocol::abi::CallCode;
 use forge_protocol::ending::{Ending, Fault, Lack, LimitKind, RunEnd};
 use forge_protocol::guest::Ended;
 use forge_protocol::run::{Artifact, CallRecord};
+use forge_protocol::text::visible;
 use forge_protocol::worker::{Fate, Tier, Timing, VmFailure, VmFailureKind};
 use serde::ser::SerializeMap as _;
 use serde::{Serialize, Serializer};
@@ -256,7 +257,7 @@ impl Outcome {
 
 /// Text from a guest, made safe to print, on one line.
 fn printable(text: &str) -> String {
-    text.lines().map(crate::admission::shown_whole).collect::<Vec<_>>().join("; ")
+    text.lines().map(visible).collect::<Vec<_>>().join("; ")
 }
 
 /// The status of a call of which no more is known.

@@ -7,7 +7,7 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use forge_protocol::broker::{GrantClaims, GrantRequest, Narrowing, RefusalKind, Reply, Request};
 use forge_protocol::hex::hex;
-use forge_vmm::admission::shown_whole;
+use forge_protocol::text::visible;
 use forge_vmm::broker::{Broker, BrokerError, BrokerOptions};
 use serde::Serialize;
 
@@ -129,9 +129,9 @@ fn inspect(args: &GrantInspectArgs) -> Result<ExitCode, CliError> {
         print_json(&claims)?;
     } else {
         let mut out = out();
-        writeln!(out, "principal  {}", shown_whole(&claims.principal))?;
+        writeln!(out, "principal  {}", visible(&claims.principal))?;
         if let Some(session) = &claims.session {
-            writeln!(out, "session    {}", shown_whole(session))?;
+            writeln!(out, "session    {}", visible(session))?;
         }
         writeln!(out, "expires    {}", claims.expires)?;
         if let Some(calls) = claims.calls_max {
@@ -141,9 +141,9 @@ fn inspect(args: &GrantInspectArgs) -> Result<ExitCode, CliError> {
             writeln!(out, "cost       {cost} units at most in one run")?;
         }
         for tool in &claims.tools {
-            writeln!(out, "tool       {}  {}", shown_whole(&tool.name), tool.definition_sha256)?;
+            writeln!(out, "tool       {}  {}", visible(&tool.name), tool.definition_sha256)?;
             for constraint in &tool.constraints {
-                writeln!(out, "  where    {}", shown_whole(constraint))?;
+                writeln!(out, "  where    {}", visible(constraint))?;
             }
         }
     }

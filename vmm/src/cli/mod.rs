@@ -29,7 +29,7 @@ use std::time::Duration;
 
 use clap::Parser as _;
 use forge_protocol::broker::RefusalKind;
-use forge_vmm::admission;
+use forge_protocol::text::visible;
 use forge_vmm::broker::BrokerError;
 use forge_vmm::keys::KeyFileError;
 use forge_vmm::service::server;
@@ -286,7 +286,7 @@ fn start_logging() {
 /// Says what went wrong. Much of that quotes others: tool servers, programs, files.
 pub(crate) fn complain(what: &dyn std::fmt::Display) {
     let what = what.to_string();
-    let lines: Vec<String> = what.split('\n').map(admission::shown_whole).collect();
+    let lines: Vec<String> = what.split('\n').map(visible).collect();
     say(&lines.join("\n"));
 }
 

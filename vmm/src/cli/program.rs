@@ -12,7 +12,8 @@ use forge_protocol::hex::hex;
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::signature::{SignatureError, SignedParts, SignerKey};
-use forge_vmm::admission::{self, Shape, Violation, is_text, shown, shown_whole};
+use forge_protocol::text::visible;
+use forge_vmm::admission::{self, Shape, Violation, is_text, shown};
 use forge_vmm::broker::BrokerError;
 use forge_vmm::keys;
 use serde::Serialize;
@@ -317,7 +318,7 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
         && let Err(Ending::Rejected { kind, detail }) = forge_guest_init::check(&limits, &bytes)
         && violations.iter().all(|said| said.kind != kind.as_str())
     {
-        violations.push(CheckedViolation { kind: kind.as_str(), message: shown_whole(&detail) });
+        violations.push(CheckedViolation { kind: kind.as_str(), message: visible(&detail) });
     }
     let flags = [
         needs.memory_bytes.map(|bytes| format!("--memory {bytes}")),

@@ -18,7 +18,7 @@ use forge_protocol::hex::hex;
 use forge_protocol::json::first_deeper;
 use forge_protocol::limits::{REQUEST_BYTES_MAX, REQUEST_DEPTH_MAX, RunLimits};
 use forge_protocol::name::RESERVED_SERVERS;
-use forge_vmm::admission::shown_whole;
+use forge_protocol::text::visible;
 use forge_vmm::broker::{Broker, BrokerError};
 use forge_vmm::keys;
 use forge_vmm::link::Patience;
@@ -122,8 +122,8 @@ fn list(args: &ToolsListArgs) -> Result<ExitCode, CliError> {
                 Standing::Approved => String::new(),
                 other => format!("[blocked: {}] ", other.as_str()),
             };
-            let name = shown_whole(tool.spec.name.as_str());
-            writeln!(out, "{name}  {blocked}{}", shown_whole(first))?;
+            let name = visible(tool.spec.name.as_str());
+            writeln!(out, "{name}  {blocked}{}", visible(first))?;
         }
     }
     if tools.is_empty() && unavailable.is_empty() {
@@ -180,11 +180,11 @@ fn search(args: &ToolsSearchArgs) -> Result<ExitCode, CliError> {
         let mut out = out();
         for tool in &tools {
             let ToolSpec { name, description, input_schema, .. } = &tool.spec;
-            writeln!(out, "{:.3}  {}", score(tool), shown_whole(name.as_str()))?;
+            writeln!(out, "{:.3}  {}", score(tool), visible(name.as_str()))?;
             for line in description.lines() {
-                writeln!(out, "       {}", shown_whole(line))?;
+                writeln!(out, "       {}", visible(line))?;
             }
-            writeln!(out, "       arguments: {}", shown_whole(input_schema))?;
+            writeln!(out, "       arguments: {}", visible(input_schema))?;
         }
     }
     if let Some(blocked) = super::run::found::not_searched(&blocked) {
@@ -199,7 +199,7 @@ fn search(args: &ToolsSearchArgs) -> Result<ExitCode, CliError> {
 /// Says which servers could not be asked.
 fn said(unavailable: &[(String, String)]) -> Exit {
     for (server, reason) in unavailable {
-        complain(&format!("server {server}: {}", shown_whole(reason)));
+        complain(&format!("server {server}: {}", visible(reason)));
     }
     if unavailable.is_empty() { Exit::Ok } else { Exit::Failed }
 }
@@ -271,14 +271,14 @@ fn review(args: &ToolsReviewArgs) -> Result<ExitCode, CliError> {
 
 fn show_review(tool: &ReviewedTool, waits: bool) -> Result<(), CliError> {
     let mut out = out();
-    let (standing, name) = (word_of(tool), shown_whole(tool.name.as_str()));
+    let (standing, name) = (word_of(tool), visible(tool.name.as_str()));
     let ToolWord { effect, cost, advice } = &tool.word;
     writeln!(out, "{standing:<8}  {name}  effect {}, cost {cost}", effect.as_str())?;
     for line in tool.difference.split_terminator('\n') {
-        writeln!(out, "    {}", shown_whole(line))?;
+        writeln!(out, "    {}", visible(line))?;
     }
     if let (Some(advice), false) = (advice, tool.difference.is_empty()) {
-        writeln!(out, "    its server says, unproven: {}", shown_whole(advice))?;
+        writeln!(out, "    its server says, unproven: {}", visible(advice))?;
     }
     if waits
         && tool.standing != Standing::Approved
@@ -326,7 +326,7 @@ fn approve(args: &ToolsApproveArgs) -> Result<ExitCode, CliError> {
             return Err(CliError::Usage(format!(
                 "{} is another by now: look at it again with `forge-vmm tools review`; nothing \
                  was approved",
-                shown_whole(name)
+                visible(name)
             )));
         }
     }

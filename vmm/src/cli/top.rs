@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use forge_vmm::admission::shown_whole;
+use forge_protocol::text::visible;
 use serde_json::Value;
 
 use super::args::TopArgs;
@@ -60,7 +60,7 @@ fn number(value: &Value) -> String {
 }
 
 fn word(value: &Value) -> String {
-    shown_whole(value.as_str().unwrap_or("-"))
+    visible(value.as_str().unwrap_or("-"))
 }
 
 fn duration(us: &Value) -> String {
@@ -81,7 +81,7 @@ fn broker(broker: &Value) -> String {
         Some(pid) => format!("process {pid}"),
         None => "away".into(),
     };
-    let reason = broker["reason"].as_str().map(|why| format!(": {}", shown_whole(why)));
+    let reason = broker["reason"].as_str().map(|why| format!(": {}", visible(why)));
     let (restarts, reason) = (number(&broker["restarts"]), reason.unwrap_or_default());
     format!("{process}, restarts {restarts}{reason}")
 }
@@ -94,7 +94,7 @@ pub(super) fn frame(service: &Path, status: &Value, rate: Option<f64>) -> String
         "forge-vmm {} {} at {}, process {}, up {}\n\n",
         word(&status["version"]),
         word(&status["state"]),
-        shown_whole(&service.display().to_string()),
+        visible(&service.display().to_string()),
         number(&status["pid"]),
         humantime::format_duration(up),
     );
@@ -109,7 +109,7 @@ pub(super) fn frame(service: &Path, status: &Value, rate: Option<f64>) -> String
     );
     let ended = runs["ended"].as_object().into_iter().flatten();
     let ended: Vec<_> =
-        ended.map(|(how, runs)| format!("{} {}", number(runs), shown_whole(how))).collect();
+        ended.map(|(how, runs)| format!("{} {}", number(runs), visible(how))).collect();
     let ended = if ended.is_empty() { "none yet".into() } else { ended.join(", ") };
     let _ = writeln!(text, "ended    {ended}");
     let _ = writeln!(

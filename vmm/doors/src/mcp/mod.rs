@@ -46,6 +46,7 @@ use forge_client::ClientError;
 use forge_protocol::json;
 use forge_protocol::service::{Question, Reply};
 use forge_protocol::signature::SignerKey;
+use forge_protocol::text::is_plain;
 use rmcp::ErrorData;
 use rmcp::model::{RequestId, ServerJsonRpcMessage};
 use serde::de::DeserializeOwned;
@@ -220,15 +221,14 @@ fn no_message(bytes: &[u8], error: &serde_json::Error) -> ServerJsonRpcMessage {
     ServerJsonRpcMessage::error(error, id)
 }
 
-/// Text of a program or a tool as one short line: without characters that
-/// control or reorder what a terminal shows.
+/// Text of a program or a tool as one short line, with a blank for each character that
+/// does something else than be seen ([`is_plain`]).
 fn one_line(text: &str, chars_max: usize) -> String {
+    let mut before = ' ';
     let shown = |c: char| {
-        let reorders = matches!(
-            c,
-            '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}'
-        );
-        if c.is_control() || reorders { ' ' } else { c }
+        let is_plain = is_plain(before, c);
+        before = c;
+        if is_plain { c } else { ' ' }
     };
     let mut line: String = text.chars().take(chars_max).map(shown).collect();
     if text.chars().nth(chars_max).is_some() {
@@ -243,6 +243,17 @@ mod tests {
 
     use super::*;
     use crate::mock;
+
+    #[test]
+    fn one_line_has_nothing_that_is_not_seen() {
+        let hidden = "a\nb\u{61c}c\u{2028}d\u{200b}e\u{e0041}f";
+        assert_eq!(one_line(hidden, 99), "a b c d e f");
+        assert_eq!(
+            one_line("⚠\u{fe0f} \u{645}\u{6cc}\u{200c}\u{62e}", 99),
+            "⚠\u{fe0f} \u{645}\u{6cc}\u{200c}\u{62e}"
+        );
+        assert_eq!(one_line("abcd", 3), "abc…");
+    }
 
     #[test]
     fn a_batch_is_told_that_it_is_one() {

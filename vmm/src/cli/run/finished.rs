@@ -9,7 +9,7 @@ use base64::engine::general_purpose::STANDARD;
 use forge_protocol::broker::FoundTool;
 use forge_protocol::ending::{RunEnd, Status};
 use forge_protocol::run::Artifact;
-use forge_vmm::admission::shown_whole;
+use forge_protocol::text::visible;
 use forge_vmm::report::RunReport;
 use serde_json::Value;
 
@@ -92,7 +92,7 @@ impl Finished {
         for log in list(&self.report["log"]) {
             let level = log["level"].as_u64().and_then(|level| usize::try_from(level).ok());
             let level = level.and_then(|level| LEVELS.get(level)).unwrap_or(&"log");
-            let _ = writeln!(io::stderr(), "[{level}] {}", shown_whole(text(&log["text"])));
+            let _ = writeln!(io::stderr(), "[{level}] {}", visible(text(&log["text"])));
         }
         match self.report["log_dropped"].as_u64() {
             None | Some(0) => {}
@@ -104,7 +104,7 @@ impl Finished {
                 list(&self.report["tool_calls"]).filter(|call| text(&call["status"]) != "ok");
             for call in failed.by_ref().take(CALLS_SHOWN) {
                 let (tool, status) = (text(&call["tool"]), text(&call["status"]));
-                complain(&format!("call of {}: {status}", shown_whole(tool)));
+                complain(&format!("call of {}: {status}", visible(tool)));
             }
             match failed.count() {
                 0 => {}

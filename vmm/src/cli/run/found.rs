@@ -2,7 +2,7 @@
 
 use forge_protocol::broker::{Authority, BlockedTool, FoundTool};
 use forge_protocol::limits::FOUND_TOOLS_MAX;
-use forge_vmm::admission::shown_whole;
+use forge_protocol::text::visible;
 use forge_vmm::report::RetrievedReport;
 
 use crate::cli::args::RunArgs;
@@ -17,14 +17,14 @@ pub(super) fn told(args: &RunArgs, found: Found) -> Vec<FoundTool> {
         complain(&config::nothing_found(&args.asker.principal));
     }
     for (server, reason) in &unavailable {
-        complain(&format!("server {server} was not searched: {}", shown_whole(reason)));
+        complain(&format!("server {server} was not searched: {}", visible(reason)));
     }
     if let Some(blocked) = not_searched(&blocked) {
         complain(&blocked);
     }
     // The report has them.
     if !tools.is_empty() && !args.json {
-        let names: Vec<_> = tools.iter().map(|tool| shown_whole(tool.spec.name.as_str())).collect();
+        let names: Vec<_> = tools.iter().map(|tool| visible(tool.spec.name.as_str())).collect();
         complain(&format!("granted by --intent: {}", names.join(", ")));
     }
     tools
@@ -38,7 +38,7 @@ pub(crate) fn not_searched(blocked: &[BlockedTool]) -> Option<String> {
     let shown = blocked.iter().take(BLOCKED_SHOWN);
     let names: Vec<_> = shown
         .map(|BlockedTool { name, standing }| {
-            format!("{} ({})", shown_whole(name.as_str()), standing.as_str())
+            format!("{} ({})", visible(name.as_str()), standing.as_str())
         })
         .collect();
     if names.is_empty() {

@@ -4,7 +4,8 @@ use forge_protocol::ending::{Denial, Ending, LimitKind, RejectKind, RunEnd, UNGR
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::signature::{CORE_HEADER, SignedParts};
-use forge_vmm::admission::{Shape, shown_whole};
+use forge_protocol::text::visible;
+use forge_vmm::admission::Shape;
 
 use super::limits;
 use crate::cli::args::RunArgs;
@@ -100,7 +101,7 @@ fn by_its_authors_bytes(args: &RunArgs, program: &[u8]) -> Option<String> {
     };
     match forge_guest_init::check(&limits(args).ok()?, &module) {
         Err(Ending::Rejected { kind: RejectKind::Invalid | RejectKind::TooLarge, detail }) => {
-            Some(shown_whole(&detail))
+            Some(visible(&detail))
         }
         _ => None,
     }
