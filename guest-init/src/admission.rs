@@ -39,7 +39,7 @@ pub(crate) const WASI_START: &str = "_start";
 pub(crate) enum Entry {
     /// [`FORGE_RUN`], after [`INITIALIZE`] if that is exported.
     Forge {
-        /// Whether it is.
+        /// Whether [`INITIALIZE`] is exported.
         initialize: bool,
     },
     /// [`WASI_START`].

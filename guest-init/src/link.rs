@@ -7,8 +7,9 @@
 //! before. A call that blocks is thus one send, whatever
 //! was written before it. Only `call_async` sends at once without
 //! waiting: a call that was started should be under way while the program
-//! computes. A line of standard error that is not ended leaves in the same way, for a host
-//! to keep that ends the run before the line: it is to become one record otherwise.
+//! computes. An unfinished line of standard error is told in the same way, so that the host
+//! has it if it ends the run in the middle of the line; once the line is finished, all of it
+//! is sent as one log record instead.
 //!
 //! The peer is the host. It is not trusted with our stability: what breaks the
 //! protocol ends the link, and no byte of it can make this panic.

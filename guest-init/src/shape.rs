@@ -25,11 +25,11 @@ use wasmparser::{
 use crate::operators::Operators;
 use crate::place;
 
-/// Types.
+/// Types of one module.
 pub const TYPES_MAX: u32 = 10_000;
 /// Parameters, or results, of one type.
 pub const TYPE_VALUES_MAX: u32 = 128;
-/// Imports.
+/// Imports of one module.
 pub const IMPORTS_MAX: u32 = 1_000;
 /// Functions of the module's own.
 pub const FUNCTIONS_MAX: u32 = 20_000;
@@ -40,17 +40,17 @@ pub const FUNCTION_BYTES_MAX: u32 = 512 * 1024;
 /// Local variables of one function, its parameters apart. wasmi takes 30,000
 /// with them.
 pub const LOCALS_MAX: u32 = 25_000;
-/// Tables.
+/// Tables of one module.
 pub const TABLES_MAX: u32 = 4;
 /// Elements of one table, and of all element segments together.
 pub const TABLE_ELEMENTS_MAX: u32 = 100_000;
-/// Linear memories.
+/// Linear memories of one module.
 pub const MEMORIES_MAX: u32 = 1;
-/// Globals.
+/// Globals of one module.
 pub const GLOBALS_MAX: u32 = 10_000;
-/// Exports.
+/// Exports of one module.
 pub const EXPORTS_MAX: u32 = 10_000;
-/// Element segments.
+/// Element segments of one module.
 pub const ELEMENT_SEGMENTS_MAX: u32 = 10_000;
 /// Data segments. Go's linker begins one behind every few zeros: 42,000 in a program
 /// that reads and writes JSON.
@@ -74,7 +74,7 @@ pub const NESTING_MAX: u32 = 20_000;
 pub enum ShapeError {
     /// A count is over its bound.
     Over {
-        /// Which.
+        /// What is over, and by how much.
         over: OverLimit,
         /// The function that it is of, if it is one's: those that are imported come
         /// first.

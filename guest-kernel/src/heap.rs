@@ -56,11 +56,11 @@ struct Fresh {
     top: Option<NonNull<u8>>,
     /// Where the arena starts.
     start: *mut u8,
-    /// Where it ends.
+    /// Where the arena ends.
     end: *mut u8,
     /// From here on it is there once it has been asked for; `end` if it has.
     later: *mut u8,
-    /// Asks for it.
+    /// Asks for the part that begins at `later`.
     ask: fn(),
     /// `top` before it was moved last.
     before: usize,

@@ -54,14 +54,14 @@ pub struct Answer {
 pub enum Request {
     /// All tools that the principal may see → [`Reply::Tools`].
     ListTools {
-        /// Who asks.
+        /// The principal that asks.
         principal: String,
     },
     /// Issues a grant → [`Reply::Grant`].
     IssueGrant(GrantRequest),
     /// Verifies a grant and says what is in it → [`Reply::Claims`].
     InspectGrant {
-        /// The token.
+        /// The grant's token.
         token: Vec<u8>,
     },
     /// Opens a run → [`Reply::Opened`]. One socket rides along with this
@@ -86,7 +86,7 @@ pub enum Request {
     /// The tools, among those that the principal may see, that fit an intent
     /// best → [`Reply::Found`].
     SearchTools {
-        /// Who asks.
+        /// The principal that asks.
         principal: String,
         /// What is to be done, in words: at most
         /// [`INTENT_BYTES_MAX`](crate::limits::INTENT_BYTES_MAX) bytes.
@@ -100,7 +100,7 @@ pub enum Request {
     /// they can be. Only while its run link is open, or was broken: what a run had called
     /// whose link was closed is not known, and it is refused.
     CancelRun {
-        /// Which.
+        /// The run that nobody wants any more.
         run_id: RunId,
     },
     /// A caller hosts tools for one run → [`Reply::Hosting`]. One socket rides
@@ -113,7 +113,7 @@ pub enum Request {
     /// [`Reply::Opened`], with these among the claims. The run link rides
     /// along as with [`Self::OpenRun`].
     OpenHostedRun {
-        /// The run.
+        /// What the run is opened with.
         run: OpenRun,
         /// Which caller's tools: what [`Reply::Hosting`] said, good once.
         host: u64,
@@ -137,7 +137,7 @@ pub enum Request {
     /// on the disk, as far as that was read of its link: before that its result does not
     /// leave. Only while its run link is open.
     EndRun {
-        /// Which.
+        /// The run that has reported.
         run_id: RunId,
         /// Whether its program went to its end. What it called and did not wait for is
         /// carried out then, and dropped where nothing was dispatched yet otherwise.
@@ -164,7 +164,7 @@ impl Request {
 /// What a grant is to say.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct GrantRequest {
-    /// Whose it is.
+    /// The principal that the grant is for.
     pub principal: String,
     /// The tools it allows.
     pub tools: Vec<ToolName>,
@@ -183,7 +183,7 @@ pub struct GrantRequest {
 /// How a grant is to be narrowed. What is not given stays as it is.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
 pub struct Narrowing {
-    /// The grant.
+    /// The token of the grant to be narrowed.
     pub token: Vec<u8>,
     /// The only tools of the grant to be left, unless there are none: then
     /// all.
@@ -286,7 +286,7 @@ impl_borrow_decode!(Authority);
 /// What the broker answers.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub enum Reply {
-    /// To [`Request::ListTools`].
+    /// The answer to [`Request::ListTools`].
     Tools {
         /// The tools, by name.
         tools: Vec<ListedTool>,
@@ -295,18 +295,18 @@ pub enum Reply {
     },
     /// To [`Request::IssueGrant`]: the token.
     Grant(Vec<u8>),
-    /// To [`Request::InspectGrant`].
+    /// The answer to [`Request::InspectGrant`].
     Claims(GrantClaims),
-    /// To [`Request::OpenRun`].
+    /// The answer to [`Request::OpenRun`].
     Opened(GrantClaims),
     /// The request was refused.
     Refused {
-        /// Why.
+        /// The kind of refusal, for programs.
         kind: RefusalKind,
         /// What happened, where, and what to do.
         message: String,
     },
-    /// To [`Request::ReviewTools`].
+    /// The answer to [`Request::ReviewTools`].
     Reviews {
         /// The tools, by name.
         tools: Vec<ReviewedTool>,
@@ -316,14 +316,14 @@ pub enum Reply {
     /// To [`Request::ApproveTools`]: how many definitions were approved that
     /// were not before.
     Approved {
-        /// How many.
+        /// How many definitions were approved.
         tools: u32,
     },
     /// To [`Request::Sync`]: it is on the disk.
     Synced,
     /// To [`Request::Metrics`]: in Prometheus' text exposition format.
     Metrics(String),
-    /// To [`Request::SearchTools`].
+    /// The answer to [`Request::SearchTools`].
     Found {
         /// The tools, in the order in which they should be taken.
         tools: Vec<FoundTool>,
@@ -335,23 +335,23 @@ pub enum Reply {
         /// could not be found.
         unavailable: Vec<(String, String)>,
     },
-    /// To [`Request::CancelRun`].
+    /// The answer to [`Request::CancelRun`].
     Cancelled {
         /// The calls that it had made by then, in the order of calling. One that
         /// had not settled was in flight: whoever carries it out is told, and
         /// what it did stays unknown.
         calls: Vec<CallRecord>,
     },
-    /// To [`Request::Host`].
+    /// The answer to [`Request::Host`].
     Hosting {
-        /// For [`Request::OpenHostedRun`].
+        /// The number to pass to [`Request::OpenHostedRun`].
         host: u64,
     },
-    /// To [`Request::Withdraw`].
+    /// The answer to [`Request::Withdraw`].
     Withdrawn,
-    /// To [`Request::LoadRoles`].
+    /// The answer to [`Request::LoadRoles`].
     RolesLoaded,
-    /// To [`Request::EndRun`].
+    /// The answer to [`Request::EndRun`].
     RunEnded {
         /// What its worker sent that none of ours does: nothing that it says is to be
         /// relied on, and nothing more is known to be on the disk.
@@ -386,7 +386,7 @@ impl<Context> Decode<Context> for HostedTools {
 
 impl_borrow_decode!(HostedTools);
 
-/// One of them.
+/// A tool that a caller hosts for one run.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct HostedTool {
     /// Its name, without the server part.
@@ -477,7 +477,7 @@ pub struct ReviewedTool {
     pub name: ToolName,
     /// The digest of its present definition.
     pub definition_sha256: [u8; 32],
-    /// Where that stands.
+    /// Whether the present definition is approved.
     pub standing: Standing,
     /// What the operator says of it.
     pub word: ToolWord,
@@ -535,7 +535,7 @@ pub struct GrantedTool {
 /// What a verified grant says.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct GrantClaims {
-    /// Whose it is.
+    /// The principal that the grant is for.
     pub principal: String,
     /// The tools it allows.
     pub tools: Vec<GrantedTool>,

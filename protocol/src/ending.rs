@@ -21,7 +21,7 @@ macro_rules! words {
         }
 
         impl $enum {
-            /// Every one.
+            /// Every variant.
             pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
 
             /// Its stable name in reports.
@@ -49,21 +49,21 @@ pub enum Ending {
     Returned(i32),
     /// The program trapped.
     Trap {
-        /// Which trap.
+        /// The kind of trap.
         kind: TrapKind,
         /// What the interpreter says about it.
         detail: String,
     },
     /// A limit ended the program.
     Limit {
-        /// Which limit.
+        /// The kind of limit.
         kind: LimitKind,
-        /// Its value.
+        /// The limit's value.
         limit: u64,
     },
     /// The guest's own checks refused the program.
     Rejected {
-        /// Which check.
+        /// The kind of check that failed.
         kind: RejectKind,
         /// What was found.
         detail: String,
@@ -284,7 +284,7 @@ pub enum RunEnd {
 }
 
 impl RunEnd {
-    /// Every one.
+    /// Every way in which a run can end.
     pub fn all() -> impl Iterator<Item = Self> {
         fn of<T: Copy>(all: &'static [T], end: fn(T) -> RunEnd) -> impl Iterator<Item = RunEnd> {
             all.iter().copied().map(end)

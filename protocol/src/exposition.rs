@@ -53,7 +53,7 @@ impl Exposition {
         let _ = writeln!(text, "{name}_sum {sum_s}\n{name}_count {count}");
     }
 
-    /// All of it.
+    /// The finished exposition.
     #[must_use]
     pub fn into_text(self) -> String {
         self.0

@@ -243,7 +243,7 @@ impl Header {
 pub enum FrameError {
     /// No kind has this byte.
     UnknownKind {
-        /// The byte.
+        /// The byte that stands for no kind.
         byte: u8,
     },
     /// Flags or reserved bytes are not zero.

@@ -126,17 +126,17 @@ pub struct RunLimits {
     pub response_bytes: u32,
     /// The run's output, in bytes.
     pub output_bytes: u32,
-    /// How many artifacts.
+    /// How many artifacts the run may leave.
     pub artifacts: u32,
     /// One artifact, in bytes.
     pub artifact_bytes: u32,
     /// All log records together, in bytes, each with its overhead.
     pub log_bytes: u32,
-    /// Tool calls.
+    /// How many tool calls the run may make.
     pub calls: u32,
     /// Tool calls unanswered at the same time.
     pub calls_in_flight: u32,
-    /// Nested wasm calls.
+    /// How deep wasm calls may be nested.
     pub recursion: u32,
     /// The interpreter's value stack, in bytes.
     pub stack_bytes: u32,

@@ -134,7 +134,7 @@ pub struct TrapFrame {
 impl TrapFrame {
     /// Its size in memory.
     pub const BYTES: usize = 9 * 8;
-    /// Its address.
+    /// The frame's address in memory.
     pub const ADDRESS: u64 = TRAP_STACK + PAGE_BYTES - Self::BYTES as u64;
 
     /// Reads the frame from the bytes at [`TrapFrame::ADDRESS`].

@@ -36,7 +36,7 @@ use crate::tally::Tally;
 /// A run and the number that the client knows it by.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct Submit {
-    /// The client's number.
+    /// The client's number of the run.
     pub number: u64,
     /// What is to be run.
     pub order: Order,
@@ -58,9 +58,9 @@ pub struct Order {
     pub authority: Authority,
     /// What it may use.
     pub limits: RunLimits,
-    /// Have VMs kept that have this program loaded already.
+    /// Whether VMs are to be kept that have this program loaded already.
     pub prepare: bool,
-    /// Send [`Event`]s.
+    /// Whether [`Event`]s are to be sent.
     pub events: bool,
     /// Tools that the client carries out itself. The run may call them.
     pub hosted: Option<HostedTools>,
@@ -69,9 +69,9 @@ pub struct Order {
 /// Something happened in a run.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct Event {
-    /// The client's number.
+    /// The client's number of the run.
     pub number: u64,
-    /// What.
+    /// What happened.
     pub what: RunEvent,
 }
 
@@ -125,7 +125,7 @@ impl RunEvent {
 /// in the order of its artifacts, each one's from its beginning; an empty one has none.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct Part {
-    /// The client's number.
+    /// The client's number of the run.
     pub number: u64,
     /// Which artifact of the run's, from 0.
     pub artifact: u32,
@@ -136,7 +136,7 @@ pub struct Part {
 /// A run's end.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct Finished {
-    /// The client's number.
+    /// The client's number of the run.
     pub number: u64,
     /// The report, JSON: the object that `run --json` prints.
     pub report: Vec<u8>,
@@ -168,7 +168,7 @@ pub struct Finish {
 /// Nobody wants a run any more. Its `Finished` comes all the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct Cancel {
-    /// The client's number.
+    /// The client's number of the run.
     pub number: u64,
 }
 
@@ -190,7 +190,7 @@ pub struct Callback {
 pub struct CallbackSettled {
     /// The client's number of the run.
     pub number: u64,
-    /// Which callback.
+    /// The number of the callback that is answered.
     pub callback: u32,
     /// The result, JSON; or the tool's own error, a JSON object with `name`
     /// and `message`.
@@ -200,7 +200,7 @@ pub struct CallbackSettled {
 /// A question and its number.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct Query {
-    /// The client's number.
+    /// The client's number of the question.
     pub number: u64,
     /// What is asked.
     pub question: Question,
@@ -211,16 +211,16 @@ pub struct Query {
 pub enum Question {
     /// The tools that fit an intent best → [`Reply::Found`].
     SearchTools {
-        /// Who asks.
+        /// The principal that asks.
         principal: String,
         /// What is to be done, in words.
         intent: String,
-        /// How many tools.
+        /// How many tools are wanted at most.
         k: u32,
     },
     /// All tools that the principal may see → [`Reply::Tools`].
     ListTools {
-        /// Who asks.
+        /// The principal that asks.
         principal: String,
     },
     /// Issues a grant → [`Reply::Grant`].
@@ -229,7 +229,7 @@ pub enum Question {
     AttenuateGrant(Narrowing),
     /// Verifies a grant and says what is in it → [`Reply::Claims`].
     InspectGrant {
-        /// The token.
+        /// The grant's token.
         token: Vec<u8>,
     },
     /// How the service stands → [`Reply::Status`].
@@ -244,7 +244,7 @@ pub enum Question {
 /// An answer and the number of its question.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct Answered {
-    /// The client's number.
+    /// The client's number of the question.
     pub number: u64,
     /// What is answered.
     pub reply: Reply,
@@ -253,7 +253,7 @@ pub struct Answered {
 /// What the service answers.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub enum Reply {
-    /// To [`Question::SearchTools`].
+    /// The answer to [`Question::SearchTools`].
     Found {
         /// The tools, in the order in which they should be taken.
         tools: Vec<FoundTool>,
@@ -263,7 +263,7 @@ pub enum Reply {
         /// Servers that could not be asked, each with the reason.
         unavailable: Vec<(String, String)>,
     },
-    /// To [`Question::ListTools`].
+    /// The answer to [`Question::ListTools`].
     Tools {
         /// The tools, by name.
         tools: Vec<ListedTool>,
@@ -272,17 +272,17 @@ pub enum Reply {
     },
     /// A grant token.
     Grant(Vec<u8>),
-    /// To [`Question::InspectGrant`].
+    /// The answer to [`Question::InspectGrant`].
     Claims(GrantClaims),
     /// To [`Question::Status`]: JSON, as `forge-vmm status --json` prints it.
     Status(String),
     /// To [`Question::Metrics`]: Prometheus' text exposition format.
     Metrics(String),
-    /// To [`Question::Drain`].
+    /// The answer to [`Question::Drain`].
     Draining,
     /// The question was refused.
     Refused {
-        /// Why.
+        /// The kind of refusal, for programs.
         kind: RefusalKind,
         /// What happened, and what to do.
         message: String,

@@ -61,7 +61,7 @@ pub enum SignatureError {
     TooMany {
         /// What there are too many of.
         what: &'static str,
-        /// The bound.
+        /// How many of them are looked at.
         limit: usize,
     },
     /// It has a second signature section, or delimiters of a partial one.
@@ -280,7 +280,7 @@ impl TrustKeys {
         Self { combs, ..self }
     }
 
-    /// The keys.
+    /// The trusted keys.
     #[must_use]
     pub fn as_slice(&self) -> &[TrustKey] {
         &self.keys

@@ -23,14 +23,14 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// A piece of output. One of no bytes is counted by nothing: whoever takes
+    /// Counts a piece of output. One of no bytes is counted by nothing: whoever takes
     /// pieces refuses it.
     pub fn output(&mut self, bytes: &[u8], limits: &RunLimits) -> Result<(), OverLimit> {
         self.output_bytes += bytes.len() as u64;
         within("output_bytes", self.output_bytes, limits.output_bytes.into())
     }
 
-    /// A log record.
+    /// Counts a log record.
     pub fn log(&mut self, log: &Log, limits: &RunLimits) -> Result<(), OverLimit> {
         log.check()?;
         // Empty records would else be free for the guest, not for us.
@@ -38,7 +38,7 @@ impl Tally {
         within("log_bytes", self.log_bytes, limits.log_bytes.into())
     }
 
-    /// An artifact.
+    /// Counts an artifact.
     pub fn artifact(&mut self, artifact: &Artifact, limits: &RunLimits) -> Result<(), OverLimit> {
         let Artifact { name, media_type, content } = artifact;
         self.artifacts += 1;
@@ -48,7 +48,7 @@ impl Tally {
         within("artifact_name_bytes", longest, ARTIFACT_NAME_BYTES_MAX.into())
     }
 
-    /// A tool call.
+    /// Counts a tool call.
     pub fn call(&mut self, limits: &RunLimits) -> Result<(), OverLimit> {
         self.calls += 1;
         within("calls", self.calls, limits.calls.into())

@@ -63,22 +63,22 @@ pub struct PreparedJob {
     pub start: Start,
     /// The run's input.
     pub input: Vec<u8>,
-    /// As in [`Job`].
+    /// When the run's wall clock ends, as in [`Job`].
     pub deadline: Deadline,
-    /// As in [`Job`].
+    /// Whether the run has a link to the broker, as in [`Job`].
     pub brokered: bool,
 }
 
 /// What became of a run. It decodes with no more of each than any run may have.
 #[derive(Clone, Debug, PartialEq, Eq, Encode)]
 pub struct Report {
-    /// How it ended.
+    /// How the run ended.
     pub fate: Fate,
     /// The program's output, whole or as far as it came.
     pub output: Vec<u8>,
-    /// Its artifacts.
+    /// The artifacts that the run left.
     pub artifacts: Vec<Artifact>,
-    /// Its log.
+    /// The run's log.
     pub logs: Vec<Log>,
     /// Its tool calls, in the order in which they settled; those that never
     /// did come last.
@@ -188,7 +188,7 @@ pub enum Fate {
 /// How a VM failed. None of these is the program's doing.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct VmFailure {
-    /// Which failure.
+    /// The kind of failure, for programs.
     pub kind: VmFailureKind,
     /// What happened, for a reader.
     pub message: String,
@@ -222,7 +222,7 @@ pub enum VmFailureKind {
     /// The worker tried what its jail forbids: somebody else has taken it
     /// over.
     WorkerBroke,
-    /// Our own bug.
+    /// The host's own code has a bug.
     Internal,
     /// A reset left something behind, as its proof found.
     NotReset,
@@ -262,7 +262,7 @@ pub struct Timing {
     pub load_ns: u64,
     /// From there to its end.
     pub run_ns: u64,
-    /// When what happened.
+    /// When each step of the run and of its worker's life happened.
     pub at: Moments,
 }
 
@@ -270,19 +270,19 @@ pub struct Timing {
 /// clock; 0 for what did not.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
 pub struct Moments {
-    /// The worker began.
+    /// When the worker began.
     pub forked: u64,
-    /// Its VM was made.
+    /// When its VM was made.
     pub made: u64,
-    /// Its guest stood ready.
+    /// When its guest stood ready.
     pub ready: u64,
-    /// It had closed itself in.
+    /// When it had closed itself in.
     pub jailed: u64,
-    /// The run arrived.
+    /// When the run arrived.
     pub arrived: u64,
-    /// The guest was let go.
+    /// When the guest was let go.
     pub begun: u64,
-    /// The run was over.
+    /// When the run was over.
     pub ended: u64,
 }
 

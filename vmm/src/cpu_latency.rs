@@ -66,7 +66,7 @@ impl CpuLatency {
         self.write(self.bound_us);
     }
 
-    /// Takes it back.
+    /// Takes back what [`Self::ask`] asked for.
     pub fn withdraw(&self) {
         self.write(ANY_US);
     }

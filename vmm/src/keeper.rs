@@ -31,8 +31,8 @@ use crate::locks::lock;
 /// How long after a loss another broker is started, at least and at most.
 const DELAY_MIN: Duration = Duration::from_millis(20);
 const DELAY_MAX: Duration = Duration::from_secs(10);
-/// A broker that lived so many times as long as it was waited with is no part
-/// of a series of losses.
+/// A broker that lived this many times its restart delay counts as healthy, and resets the
+/// delay.
 const STEADY_DELAYS: u32 = 50;
 /// How long somebody waits for a broker that is about to be there.
 const ABSENCE_PATIENCE: Duration = Duration::from_secs(1);
@@ -116,8 +116,8 @@ impl Keeper {
         Ok(Self { shared, stop })
     }
 
-    /// How it stands. One whose journal took no records when a run's calls were to be on
-    /// the disk is asked again whether it does now: no run may come that would.
+    /// The broker's state. If its journal last took no records that had to be on the disk,
+    /// this asks again whether it takes them now, since no run may come to find out.
     #[must_use]
     pub fn standing(&self) -> BrokerStanding {
         let (broker, restarts) = {

@@ -28,7 +28,7 @@ pub enum KeyFileError {
     Key {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// What is wrong with the key.
         source: KeyError,
     },
     /// It holds the other half of a pair.

@@ -39,6 +39,28 @@
 //! | [`memory`] | memory that is free goes back to the host |
 //! | [`bench`] | what a run costs beside its floors |
 //!
+//! Words that are used throughout. What becomes of a run on its way:
+//!
+//! - *order*: what a client asks for: a program, its input, its limits, what it may call.
+//! - *job*: an order that was admitted, with the tools that are granted, as a worker gets it.
+//! - [`pool::worker::Run`]: what a worker is handed: the job, or what it still needs of it if
+//!   it has the program loaded.
+//! - `Report`: what the worker says became of the run.
+//! - [`report::RunReport`]: what is told of it at every door, once the broker has what it
+//!   called on the disk.
+//! - [`supervisor::RunResult`]: that report, and the artifacts.
+//!
+//! And beside that:
+//!
+//! - *principal*: on whose behalf a run is made; grants name it. The same one is called a
+//!   *tenant* where it is about what is kept apart from others': VMs, places and bounds.
+//! - *worker*: the process that carries a run out, with a VM in it or, in the tier `process`,
+//!   without. Workers are forked from the *zygote*, a process that is in the jail already.
+//! - *to stand ready*: a worker does when its VM has booted and waits for a program. The pool
+//!   keeps such workers on *shelves*, by what they can be used for.
+//!
+//! Why a run may get no report, and what is done then, is a list in [`pool`].
+//!
 //! From the worker on it is the crate `forge-worker`, of which a worker's process is built;
 //! `pool` carries that executable, and the rooms that both have in common are found here too.
 

@@ -43,9 +43,9 @@ pub enum Standing {
 /// One thing looked at.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// Its name.
+    /// Name of what was looked at.
     pub name: &'static str,
-    /// How it stands.
+    /// How good what was found is.
     pub standing: Standing,
     /// What was found.
     pub found: String,
@@ -68,22 +68,22 @@ impl Finding {
 /// Whether a guest boots.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Proof {
-    /// It did.
+    /// Whether the guest booted.
     pub booted: bool,
-    /// How long that took, in microseconds: making the VM and booting it.
+    /// Time to make the VM and boot it, in microseconds.
     pub boot_us: Option<u64>,
-    /// Why it did not.
+    /// Why the guest did not boot.
     pub reason: Option<String>,
 }
 
 /// Whether a worker of the tier `process` comes to stand ready.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct ProcessProof {
-    /// It did.
+    /// Whether the worker came to stand ready.
     pub stood: bool,
-    /// How long that took, in microseconds: forking it and jailing it in.
+    /// Time to fork the worker and jail it in, in microseconds.
     pub ready_us: Option<u64>,
-    /// Why it did not.
+    /// Why the worker did not come to stand ready.
     pub reason: Option<String>,
 }
 

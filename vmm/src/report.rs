@@ -68,7 +68,7 @@ pub struct TimingReport {
     pub boot: u64,
     /// From the program's delivery to its first instruction.
     pub load: u64,
-    /// The program.
+    /// The program's own run.
     pub run: u64,
     /// All of it, from admission to report.
     pub total: u64,

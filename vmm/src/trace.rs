@@ -28,9 +28,9 @@ pub struct Supervised {
 /// The way of one run through supervisor, worker and guest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Trace {
-    /// In the supervisor.
+    /// When the run passed each point in the supervisor.
     pub supervised: Supervised,
-    /// In the worker and its guest.
+    /// Times in the worker and its guest.
     pub timing: Timing,
     /// Its tool calls, in the worker's words.
     pub calls: Vec<CallRecord>,

@@ -21,7 +21,7 @@ pub enum UserError {
         own: u32,
     },
     /// It is to run as root.
-    #[error("the user must not be root: leave the key out for the one that you are")]
+    #[error("the user must not be root; omit this setting to run as the current user")]
     Root,
     /// The host does not say.
     #[error("this host's users cannot be looked up: {0}")]
@@ -67,13 +67,13 @@ impl User {
         account.unwrap_or(Self { uid, gid: uid, name: None, home: "/".into() }).not_root()
     }
 
-    /// Its number.
+    /// The user's numeric id.
     #[must_use]
     pub fn uid(&self) -> u32 {
         self.uid
     }
 
-    /// Its home.
+    /// The user's home folder.
     #[must_use]
     pub fn home(&self) -> &Path {
         &self.home

@@ -22,9 +22,9 @@ pub enum Misbehaviour {
     Over(OverLimit),
     /// A call that does not carry the next number.
     CallOutOfOrder {
-        /// Its number.
+        /// The number that the call carries.
         got: u32,
-        /// The next number.
+        /// The number that was next.
         expected: u32,
     },
     /// An answer to a call that is not in flight.

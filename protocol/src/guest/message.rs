@@ -52,7 +52,7 @@ pub struct Call {
 /// The answer to one [`Call`].
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct Settled {
-    /// Which call.
+    /// The number of the call that is answered.
     pub id: u32,
     /// `None`: the tool answered, and `body` is its response. `Some`: it did
     /// not, and `body` may say why.

@@ -74,7 +74,7 @@ pub enum ClientError {
     /// It refused the question.
     #[error("{message}")]
     Refused {
-        /// Why.
+        /// The kind of refusal.
         kind: RefusalKind,
         /// What happened, and what to do.
         message: String,

@@ -137,7 +137,10 @@ impl State {
     fn line(&mut self, line: &[u8]) {
         if self.dropped > 0 {
             let end = if self.is_torn { "\n" } else { "" };
-            let told = format!("{end}{} lines of this log were read too late\n", self.dropped);
+            let told = format!(
+                "{end}{} log lines were dropped because the log was not read in time\n",
+                self.dropped
+            );
             if !self.is_put(told.as_bytes()) {
                 self.dropped += 1;
                 return;
@@ -281,9 +284,9 @@ mod tests {
 
     /// What was read is whole but where it says how much is missing, and goes on.
     fn check((lines, tries): &(Vec<String>, usize)) {
-        let told = lines
-            .iter()
-            .filter_map(|line| line.strip_suffix(" lines of this log were read too late"));
+        let told = lines.iter().filter_map(|line| {
+            line.strip_suffix(" log lines were dropped because the log was not read in time")
+        });
         let missing: usize = told.map(|count| count.parse::<usize>().unwrap()).sum();
         let whole = lines.iter().filter(|line| line.as_bytes() == &LINE[..LINE.len() - 1]).count();
         assert!(missing > 0 && (LINES..LINES + tries).contains(&(whole + missing)), "{missing}");

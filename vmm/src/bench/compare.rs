@@ -25,7 +25,7 @@ pub const DISTURBED_MAX: f64 = 0.05;
 /// What became of one entry.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Moved {
-    /// The entry.
+    /// Name of the entry.
     pub name: String,
     /// Its unit.
     pub unit: String,
@@ -39,7 +39,7 @@ pub struct Moved {
     pub new_ratio: Option<f64>,
     /// What is compared, now over then.
     pub change: f64,
-    /// What that means.
+    /// What the change means.
     pub verdict: Verdict,
 }
 
@@ -51,11 +51,11 @@ pub enum Verdict {
     WithinNoise,
     /// It takes less time, or does more in the same.
     Faster,
-    /// The opposite.
+    /// It takes more time, or does less in the same.
     Slower,
     /// It takes less memory.
     Smaller,
-    /// It takes more.
+    /// It takes more memory.
     Larger,
     /// A floor, so the host: it is faster now.
     HostFaster,

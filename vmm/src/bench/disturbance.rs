@@ -22,7 +22,7 @@ pub struct Disturbance {
 }
 
 impl Disturbance {
-    /// From now on.
+    /// Begins to observe, from now on.
     #[must_use]
     pub fn begin() -> Self {
         Self { started: Counters::now(), ran_ns: 0, waited_ns: 0 }

@@ -89,7 +89,7 @@ pub enum Measure {
         unit: &'static str,
         /// How often it is measured; never more often than there are rounds.
         repetitions: usize,
-        /// Makes it.
+        /// Makes what the figure is taken of.
         make: fn() -> Result<Box<dyn Figure>, String>,
     },
 }
@@ -105,7 +105,7 @@ pub struct Entry {
     pub about: &'static str,
     /// What its ratio is to.
     pub ratio_of: Option<Formula>,
-    /// How.
+    /// How it is measured.
     pub measure: Measure,
 }
 
@@ -166,7 +166,7 @@ impl std::fmt::Display for HostInfo {
 /// What was measured of one entry, in its unit.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Outcome {
-    /// The entry.
+    /// Name of the entry.
     pub name: String,
     /// `us` for what is sampled.
     pub unit: String,
@@ -207,12 +207,12 @@ impl Outcome {
     }
 }
 
-/// A whole bench.
+/// The results of a whole bench.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Results {
-    /// Where.
+    /// The host that was measured.
     pub host: HostInfo,
-    /// Of what.
+    /// Git commit of the build that was measured.
     pub commit: String,
     /// Built with which cargo profile.
     #[serde(default)]
@@ -236,9 +236,9 @@ pub struct Results {
 /// An entry that there is no figure of.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
-    /// The entry.
+    /// Name of the entry.
     pub name: String,
-    /// Why not.
+    /// Why the entry has no figure.
     pub error: String,
 }
 
@@ -249,7 +249,7 @@ pub struct Progress {
     pub what: &'static str,
     /// Steps done.
     pub done: usize,
-    /// Of so many.
+    /// Steps in all.
     pub of: usize,
 }
 

@@ -5,7 +5,7 @@
 //! consecutive blocks, which such a while moves as a whole, and not from the
 //! spread of single samples, which would promise far too much.
 
-/// From, to.
+/// Lower and upper end of an interval.
 pub type Interval = [f64; 2];
 
 /// Blocks that a series is cut into.

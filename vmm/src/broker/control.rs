@@ -82,7 +82,7 @@ struct Answers {
 enum Put {
     /// So many bytes, at least one.
     Bytes(usize),
-    /// Nothing now.
+    /// The socket is full, and took nothing.
     Full,
     /// Nothing, as all too many descriptors of this user are under way.
     Crowded,
@@ -90,11 +90,11 @@ enum Put {
 
 /// Whether a request was begun.
 enum Begun {
-    /// By this number.
+    /// It was begun under this number.
     As(u64),
     /// The socket takes nothing now.
     Full,
-    /// As with [`Put::Crowded`].
+    /// Nothing was sent, as with [`Put::Crowded`].
     Crowded,
 }
 
@@ -106,7 +106,7 @@ pub(super) enum Silence {
     Over,
     /// There was no room in time to ask for it: it will not come.
     Unasked,
-    /// It cannot come.
+    /// The answer cannot come, for this reason.
     Broken(BrokerError),
 }
 
@@ -426,7 +426,7 @@ impl Control {
         }
     }
 
-    /// What was read is whoever's it is, and the next may read.
+    /// Hands the answer to the thread that asked for it, and lets another thread read.
     fn deliver(&self, answers: &mut Answers, read: Result<Option<Answer>, Broken>) {
         answers.reading = false;
         match read {

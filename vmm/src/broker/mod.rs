@@ -66,11 +66,11 @@ pub enum BrokerError {
         executable.display()
     )]
     StartAs {
-        /// The user.
+        /// The user that it was to run as.
         uid: u32,
         /// The broker's executable.
         executable: PathBuf,
-        /// Why not.
+        /// Why it did not start.
         source: io::Error,
     },
     /// There is no socket for a run's calls.
@@ -118,7 +118,7 @@ pub enum BrokerError {
     /// It refused the request.
     #[error("{message}")]
     Refused {
-        /// Why.
+        /// The kind of refusal.
         kind: RefusalKind,
         /// What happened and what to do.
         message: String,

@@ -191,7 +191,7 @@ fn draw(results: &Results, folder: &Path) -> Result<(), CliError> {
 struct Bar {
     watched: bool,
     columns: usize,
-    /// What is shown.
+    /// The line that is on the terminal now.
     shown: String,
 }
 

@@ -311,8 +311,8 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
         needs.memory_bytes =
             initial_bytes.filter(|it| (usual.memory_bytes + 1..=memory_bytes).contains(it));
     }
-    // Nor is what no guest gets. The guest says one thing at a time, so of its kind
-    // everything may have been said.
+    // Nor is a program over the size limit, which no guest gets. The guest reports one
+    // violation at a time, so it is left out if one of that kind is listed already.
     if is_module
         && bytes.len() <= limits.program_bytes as usize
         && let Err(Ending::Rejected { kind, detail }) = forge_guest_init::check(&limits, &bytes)
@@ -335,7 +335,7 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
             writeln!(out, "{}: {}", violation.kind, violation.message)?;
         }
         let needs = flags.join(" ");
-        let why = "it is so large, and a run has less unless told otherwise";
+        let why = "it needs more than the default limit";
         match (checked.ok, flags.is_empty()) {
             (true, true) => writeln!(out, "ok: nothing keeps this program from running")?,
             (true, false) => {

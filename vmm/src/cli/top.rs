@@ -114,7 +114,7 @@ pub(super) fn frame(service: &Path, status: &Value, rate: Option<f64>) -> String
     let _ = writeln!(text, "ended    {ended}");
     let _ = writeln!(
         text,
-        "pool     {} VMs stand ready, {} of a principal; {} are to, {} at most",
+        "pool     {} VMs ready, {} more reserved for a principal; target {}, maximum {}",
         number(&pool["standing"]),
         number(&pool["owned"]),
         number(&pool["target"]),
@@ -192,7 +192,7 @@ mod tests {
             "serving at /run/s, process 7, up 1m 1s",
             "1 of 8 running, 4 of 9 waiting, 2.0 a second",
             "5 ok, 6 refused",
-            "2 VMs stand ready, 1 of a principal; 3 are to, 16 at most",
+            "2 VMs ready, 1 more reserved for a principal; target 3, maximum 16",
             "since the start          5      950 us     12.5 ms",
             "in a minute              0           -           -",
             "broker   away, restarts 2: gone",

@@ -27,8 +27,8 @@ pub(super) fn file() -> io::Result<&'static File> {
     let made = make().map_err(|error| match error.kind() {
         io::ErrorKind::PermissionDenied => io::Error::new(
             error.kind(),
-            "this host lets no file in memory be executed (sysctl vm.memfd_noexec is 2); \
-             with 1 it does for who asks, as this does",
+            "this host forbids executing files in memory (sysctl vm.memfd_noexec is 2); \
+             set it to 1 or 0",
         ),
         _ => error,
     })?;

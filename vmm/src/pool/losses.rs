@@ -35,9 +35,9 @@ impl Losses {
         self.resets_disproven.load(Ordering::Relaxed)
     }
 
-    /// A worker was lost. What is to be told wherever it is met is: that its last reset
-    /// was none, or that it tried what its jail forbids, though another gets its run.
-    /// Whether this is such.
+    /// Records that a worker was lost. What must not go unseen even if another worker takes
+    /// over the run is logged here: a reset that did not put everything back, or was not
+    /// made, and a system call that the jail forbids. Returns whether this was one of them.
     pub(super) fn tell(&self, failure: &VmFailure) -> bool {
         match failure.kind {
             VmFailureKind::NotReset => {

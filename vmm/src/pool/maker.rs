@@ -185,9 +185,9 @@ impl Maker {
         Unmade::Failed(Unmade::Late(error).into())
     }
 
-    /// For how long the zygote has owed an answer, if that is longer than one takes that
-    /// is well. One that does so for much longer ends here: whoever looks may be all that
-    /// comes while nobody is sent.
+    /// How long the zygote has owed an answer, if longer than a healthy one takes. If much
+    /// longer, it is ended here: while no runs come, whoever asks for the status may be all
+    /// that notices.
     pub(super) fn silence(&self) -> Option<Duration> {
         let (asked, is_asking) = {
             let reach = self.lock_reach();

@@ -24,9 +24,44 @@
 //! | `rest` | what a worker uses of the CPU while it waits |
 //! | `shelves` | the workers that stand ready, by what they can be used for |
 //! | `stock` | the shelves as threads share them |
-//! | `turn` | a lock for which nobody waits longer than it can |
+//! | `turn` | a lock whose waiters give up when their patience ends |
 //! | [`zygote`] | the process that workers are forked from, from outside |
 //! | [`worker`] | one worker, from outside |
+//!
+//! Why a run may get no report, from the inside out, and what is done then. There is no
+//! worker for it:
+//!
+//! - [`zygote::Unmade::Late`]: patience was over, or the run was cancelled, before there was
+//!   one; the zygote may still owe it. The run ends as over its deadline or as cancelled, and
+//!   as with `Failed` where it is the zygote that took the time.
+//! - [`zygote::Unmade::Failed`]: none can be made. The run fails.
+//! - [`zygote::Unmade::Short`]: the zygote cannot be started now, as something that a process
+//!   takes is short. The run fails; a service that starts waits for it.
+//!
+//! The worker was not given the run:
+//!
+//! - [`worker::Unbegun::Lost`]: the worker is gone. As [`worker::Lost::Before`] or
+//!   [`worker::Lost::Handed`].
+//! - [`worker::Unbegun::Crowded`]: the run's link could not be passed. The run fails, and the
+//!   worker is put back if it stands ready.
+//!
+//! The worker was lost:
+//!
+//! - [`worker::Lost::Before`]: before the run began. Another is tried, three in all.
+//! - [`worker::Lost::Handed`]: before the run began, as it seems; but it had the run's link to
+//!   the broker and had served a program before. If the run is still wanted, the broker is
+//!   asked what it called.
+//! - [`worker::Lost::During`]: during the run. The run fails, as its calls may have happened.
+//!
+//! What a level tells the one above it:
+//!
+//! - `conduct::Undone`, of one worker: it did not carry the run out, and another may
+//!   (`Unbegun`) or no other may (`Over`). Where a program was to be prepared for the run,
+//!   `Unbegun` has it carried out the plain way.
+//! - [`Unserved`], to the supervisor: the run is over (`Ended`), or its broker has to be asked
+//!   (`Handed`).
+//! - `AfterLoss`, in the supervisor, what the broker's answer means: a worker that is made for
+//!   the run has it over a new link (`Again`), or the run fails (`Over`).
 
 mod conduct;
 mod executable;
@@ -163,7 +198,7 @@ pub enum Unserved {
     /// How it ended: [`Fate::Vm`] if the host can make no VM or the worker was lost,
     /// [`Fate::Deadline`] if patience was over before there was a VM.
     Ended {
-        /// How.
+        /// How the run ended.
         fate: Fate,
         /// What it had begun in, if it had.
         vm: Option<Vm>,
@@ -204,7 +239,7 @@ impl From<Unmade> for Unserved {
 
 /// One run, admitted, for one tenant.
 pub struct Task<'a> {
-    /// Whose it is.
+    /// The tenant whose run it is.
     pub tenant: &'a str,
     /// The run.
     pub job: &'a Job,
@@ -281,7 +316,7 @@ impl Pool {
         Ok(Self { shared, filler })
     }
 
-    /// Whether everything stands ready that is to: nothing is being made or ended.
+    /// Whether all VMs that should be ready are: nothing is being made or ended.
     #[must_use]
     pub fn is_full(&self) -> bool {
         !self.shared.stock.lock().has_work()

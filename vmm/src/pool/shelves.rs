@@ -17,8 +17,8 @@ const SHRINK_AFTER: Duration = Duration::from_secs(10);
 /// After so long without a run of it a program has no VMs prepared, and one that was put
 /// back for a tenant goes that has served none.
 const FORGET_AFTER: Duration = Duration::from_secs(600);
-/// Programs that VMs are kept prepared for. Of the tenant that has most of them
-/// the one used longest ago goes first, so that nobody's many take another's few.
+/// Programs that VMs are kept prepared for. The tenant with the most of them loses its
+/// least recently used one first, so that no tenant's many evict another's few.
 const PROGRAMS_MAX: usize = 16;
 
 /// Whose VM it is and what it has.
@@ -26,7 +26,7 @@ const PROGRAMS_MAX: usize = 16;
 pub struct Key {
     /// The tenant. A VM never serves another.
     pub tenant: String,
-    /// Its RAM.
+    /// RAM of the VM, in bytes.
     pub ram_bytes: usize,
     /// The program that is loaded in it.
     pub program: Option<ProgramKey>,
@@ -54,13 +54,13 @@ pub struct ProgramKey {
 /// How many VMs wait for a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stands {
-    /// For whoever comes.
+    /// Ready workers that no tenant owns.
     pub standing: usize,
-    /// Of one principal.
+    /// Ready workers that each belong to one tenant.
     pub owned: usize,
     /// How many are to stand ready for whoever comes.
     pub target: usize,
-    /// At most.
+    /// The most that `target` can become.
     pub ready_max: usize,
 }
 

@@ -1,4 +1,4 @@
-//! A lock for which nobody waits longer than it can.
+//! A lock whose waiters give up when their patience ends.
 
 use std::io;
 use std::ops::{Deref, DerefMut};

@@ -81,7 +81,7 @@ pub enum Lost {
     /// It seems so, and it was given the run's link to the broker. A program that it
     /// served before may have it say so, and may have called: the broker knows.
     Handed(VmFailure),
-    /// It had begun.
+    /// It was lost during the run.
     During(VmFailure),
 }
 
@@ -108,7 +108,7 @@ fn is_last_word(kind: Kind) -> bool {
     matches!(kind, Kind::Ready | Kind::Forbidden)
 }
 
-/// Why it ends.
+/// Why a worker ends, by its last frame.
 fn last_word(frame: &Frame) -> VmFailure {
     if frame.kind == Kind::Forbidden {
         let call = frame.payload.as_slice().try_into().map_or(-1, i32::from_le_bytes);
@@ -294,7 +294,7 @@ impl Worker {
             {
                 VmFailure::new(
                     VmFailureKind::Misbehaved,
-                    "the worker tells of a reset that there was none of",
+                    "the worker reported a failed reset, but had served no run",
                 )
             }
             failure => failure,
@@ -365,8 +365,8 @@ impl Worker {
             if !is_late {
                 tell(what);
             }
-            // Of a worker that tells without a pause it is never waited for a word,
-            // which would end as the run is cancelled.
+            // The wait above ends when the run is cancelled, but a worker that tells without
+            // a pause is never waited for. So it is checked here as well.
             if patience.is_cancelled() {
                 let cancelled = io::Error::from(io::ErrorKind::ConnectionAborted);
                 return Err(Lost::During(lost(&cancelled)));

@@ -1,9 +1,8 @@
 //! While runs come, idle CPUs are asked to be ready at once.
 //!
-//! The first run after a while asks, and one that comes within [`HOLD`] finds
-//! it asked: that is an order's whole way for most runs, and no more than that
-//! of one that waits for its tools. Nobody is woken to take it back but the
-//! service's event loop, by a timer.
+//! The first run after a pause makes the request, which lasts until no run has come for
+//! [`HOLD`]. Most runs are over within that time; one that waits for its tools does not
+//! prolong it. Only the service's event loop is woken to take it back, by a timer.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, RawFd};
@@ -15,10 +14,10 @@ use vmm_sys_util::timerfd::TimerFd;
 use crate::cpu_latency::CpuLatency;
 use crate::locks::lock;
 
-/// How long after the last run came.
+/// How long the request lasts after the last run came.
 const HOLD: Duration = Duration::from_millis(20);
 
-/// Who asks.
+/// Asks for CPUs that are ready, while runs come.
 #[derive(Debug)]
 pub(super) struct Awake {
     latency: CpuLatency,
@@ -51,7 +50,7 @@ impl Awake {
         self.timer_fd
     }
 
-    /// A run comes.
+    /// Notes that a run comes: CPUs are to be ready from now on.
     pub(super) fn run_came(&self) {
         let mut state = lock(&self.state);
         if state.came.replace(Instant::now()).is_none() {

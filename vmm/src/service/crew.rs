@@ -134,8 +134,9 @@ impl State {
         takes
     }
 
-    /// The next connection for a thread that has nothing to do. Those that are
-    /// there on top are for the operator's alone, whoever made them necessary.
+    /// The next connection for a thread that has nothing to do. While more than the usual
+    /// number of threads are busy, this one included, only the operator's connections are
+    /// served, whatever caused the threads beyond it to be started.
     fn next(&mut self) -> Option<Arc<Connection>> {
         let next = self.operators.pop_front();
         let busy = self.threads - self.idle;
@@ -168,7 +169,8 @@ impl Shared {
             }
             next = self.next(lock(&self.state));
         }
-        // Given back by whoever found that there is nothing to do, with the same lock.
+        // `next` has given the place back already, under the lock with which it found
+        // nothing to do.
         std::mem::forget(place);
     }
 

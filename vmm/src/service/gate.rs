@@ -1,7 +1,8 @@
-//! Who may run now: so many runs at once, so many that wait for their turn and
-//! so long, and of one principal so many of both together. Of the places to run it
-//! has no larger part than of all: nothing takes a place from a run again, and one
-//! that waits for it does not wait as long as runs may take.
+//! Decides who may run now. Bounds the runs at once, the waiting runs and their waiting
+//! time, and for each principal both kinds of runs together. A principal's share of the
+//! places to run is no larger than its share of all places, because a place to run is
+//! never taken back and a run that waits for one gives up sooner than the longest run
+//! ends.
 //!
 //! Whoever cannot run is told at once, and when to come again. A place that
 //! becomes free goes to the waiting principal that has the fewest runs under
@@ -201,7 +202,8 @@ impl Gate {
             let retry_after_ms = state.retry_after_ms(runs_max.max(1), 0);
             return Err(Denied::TooManyRuns { limit: runs_max, retry_after_ms });
         }
-        // Whoever waits while there is a place may not have it.
+        // Runs may be waiting although a place is free: those of principals that may not run
+        // more now.
         let is_free = state.running < state.bounds.runs_max && state.may_run(principal, limit);
         if !is_free && state.waiting.len() >= state.bounds.queue_max && !state.make_room(here) {
             return Err(state.queue_full());

@@ -80,7 +80,7 @@ impl Histogram {
         told.histogram(name, help, buckets, (self.runs, self.sum_us as f64 / 1e6));
     }
 
-    /// That so many of a hundred took at most this long, by nearest rank.
+    /// The given percentile of how long runs took, by nearest rank, in microseconds.
     fn percentile_us(&self, percent: u64) -> u64 {
         let rank = (self.runs * percent).div_ceil(100);
         let mut before = 0;

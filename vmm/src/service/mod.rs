@@ -319,7 +319,7 @@ impl Watch {
         self.0.ctl(operation, fd, EpollEvent::new(events, number))
     }
 
-    /// Looks away.
+    /// Looks at it no more.
     fn away(&self, fd: i32, number: u64) {
         // A hang-up may still be told; whoever reads has it at first hand.
         let event = EpollEvent::new(EventSet::ONE_SHOT, number);

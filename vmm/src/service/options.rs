@@ -15,14 +15,14 @@ const RUNS_MAX: usize = 512;
 /// The most that any configuration may ask for, of runs and of waiting ones.
 pub const BOUND_MAX: usize = 4096;
 
-/// How many runs.
+/// Bounds on the runs that are carried out and that wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bounds {
-    /// At once.
+    /// Runs that may be carried out at the same time.
     pub runs_max: usize,
-    /// That wait for their turn.
+    /// Runs that may wait for their turn.
     pub queue_max: usize,
-    /// How long they wait.
+    /// How long a run may wait for its turn.
     pub queue_wait: Duration,
     /// Of one principal, running and waiting together. Of those at once it has as
     /// large a part as this is of all ([`Self::places`]).
@@ -69,7 +69,7 @@ impl Bounds {
 /// What a service goes by. All of it can be loaded again.
 #[derive(Clone, Debug)]
 pub struct ServiceOptions {
-    /// How many runs.
+    /// Bounds on the runs that are carried out and that wait.
     pub bounds: Bounds,
     /// How long runs may still take when the service is to end.
     pub drain: Duration,
@@ -97,7 +97,7 @@ impl ServiceOptions {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Principals(pub BTreeMap<String, Principal>);
 
-/// One of them.
+/// Who may speak for a principal, and what it may have.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Principal {
     /// Users of this host that may speak for it over the service's socket.

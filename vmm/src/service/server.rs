@@ -232,8 +232,8 @@ impl Server {
         })
     }
 
-    /// The same with somebody who begins to load, has what came of it received and wakes
-    /// the loop then.
+    /// Like [`Self::serve`], but `load` only begins to load: its result arrives on `loaded`,
+    /// and the event that it is given wakes this loop then.
     fn serve_and<Then: FnOnce()>(
         &self,
         supervisor: &Arc<Supervisor>,

@@ -53,7 +53,7 @@ impl SocketFile {
         Ok((listener, file))
     }
 
-    /// Where it is.
+    /// The socket's path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path

@@ -142,7 +142,7 @@ impl Service {
         let pool = self.supervisor.pool();
         gauge(
             "forge_pool_full",
-            "Whether every VM stands ready that is to.",
+            "Whether all VMs that should be ready are.",
             pool.is_full().into(),
         );
         let stands = pool.stands();

@@ -64,7 +64,7 @@ impl Clock {
         Self { wall, until: began.checked_add(wall), deadline }
     }
 
-    /// What is left, in milliseconds, and never nothing.
+    /// Remaining time in milliseconds, at least 1.
     fn left_ms(&self) -> u64 {
         let left = self.until.map_or(self.wall, |it| it.saturating_duration_since(Instant::now()));
         u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1)

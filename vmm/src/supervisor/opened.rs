@@ -117,9 +117,9 @@ pub(super) fn after_loss(
     failure: &VmFailure,
     cancel: impl Fn() -> Result<Vec<CallRecord>, BrokerError>,
 ) -> AfterLoss {
-    // A call that is taken while the first answer is made up is in the second, and
-    // from then on none is. A broker that knows no such run refuses: whoever had its link
-    // may have called before.
+    // Asked twice if the first answer is empty: a call that was accepted while it was being
+    // prepared is in the second, and none is accepted after that. If the broker does not know
+    // the run, it refuses; calls may have been made all the same.
     let calls = cancel().and_then(|calls| if calls.is_empty() { cancel() } else { Ok(calls) });
     let failure = match &calls {
         Ok(calls) if calls.is_empty() => return AfterLoss::Again,

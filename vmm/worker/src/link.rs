@@ -25,7 +25,7 @@ pub struct Patience<'a> {
 }
 
 impl Patience<'_> {
-    /// Until then.
+    /// Patience that ends at `until` and cannot be cancelled.
     #[must_use]
     pub fn until(until: Instant) -> Self {
         Self { until: Some(until), cancel: None }
@@ -126,7 +126,7 @@ pub struct Link {
 }
 
 impl Link {
-    /// Over this socket.
+    /// A link over a connected socket.
     #[must_use]
     pub fn new(socket: UnixStream) -> Self {
         Self { socket, assembler: Assembler::default(), buffer: Vec::new(), at: 0, passed: None }

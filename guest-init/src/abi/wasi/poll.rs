@@ -26,7 +26,7 @@ const EVENT_FD_WRITE: u8 = 2;
 
 /// The time is one on the clock, and not one from now.
 const ABSTIME: u16 = 1;
-/// Nothing more comes.
+/// A flag of an event: nothing more comes to read.
 const HANGUP: u16 = 1;
 /// What is said of room for output: a page. How much there is in truth, the
 /// limits say.

@@ -134,7 +134,7 @@ pub(crate) enum Next {
     Events { missed: u64, first: u64, events: Vec<Happened> },
     /// The end, with its number.
     End(u64, Ended),
-    /// Nothing yet.
+    /// Nothing has happened since: wait for it.
     Wait,
 }
 

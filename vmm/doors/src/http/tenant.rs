@@ -49,9 +49,9 @@ pub(crate) const KEPT_TIME: Duration = Duration::from_secs(600);
 /// one connection beyond that is for questions.
 const NUMBERS_MAX: usize = limits::NUMBERS_MAX - limits::QUESTIONS_MAX;
 
-/// The numbers that are left. A principal that has as many as are left gets no
-/// other: one alone has half of all at most, and where several have runs that come
-/// and go, each has as many as are left.
+/// How many run numbers are free. A principal gets another only while it holds fewer than
+/// are free. So one alone has at most half of all, and where several have runs that come and
+/// go, each comes to have as many as stay free.
 #[derive(Debug)]
 struct Numbers(AtomicUsize);
 
@@ -122,7 +122,7 @@ struct Submitted {
 pub(crate) enum Under {
     /// Nothing yet: it is the claimant's.
     Nothing(Claim),
-    /// This run.
+    /// The run that the key stands for.
     Run(Arc<Kept>),
 }
 

@@ -51,7 +51,7 @@ const HEADER_SESSION_ID: &str = "mcp-session-id";
 const HEADER_LAST_EVENT_ID: &str = "last-event-id";
 /// What a client of MCP accepts.
 const BOTH: &str = "application/json, text/event-stream";
-/// An answer.
+/// The content type of an answer.
 const JSON: &str = "application/json";
 /// A refusal that is no message of MCP.
 const TEXT: &str = "text/plain; charset=utf-8";

@@ -52,7 +52,7 @@ struct Lines {
     over_bytes: usize,
 }
 
-/// One stream.
+/// One stream of a session.
 struct Line {
     session: SessionId,
     said: Mutex<Said>,

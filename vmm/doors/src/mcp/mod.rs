@@ -68,7 +68,7 @@ pub const REQUESTS_MAX: usize = 64;
 /// Questions of a principal that are with the service at a time: a quarter of
 /// what it takes of one connection. More wait.
 const QUESTIONS_MAX: usize = 16;
-/// See [`REQUESTS_MAX`].
+/// Requests of one client that may be unanswered, together, in bytes.
 pub const REQUEST_BYTES_MAX: usize = 2 * MESSAGE_BYTES_MAX;
 
 /// Whose programs a door runs.

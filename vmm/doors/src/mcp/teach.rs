@@ -8,9 +8,9 @@ use rmcp::model::{
 };
 use serde_json::{Value, json};
 
-/// The tools' names.
+/// The name of the tool that searches for tools.
 pub(super) const SEARCH: &str = "search_tools";
-/// See [`SEARCH`].
+/// The name of the tool that runs a program.
 pub(super) const RUN: &str = "run_program";
 
 /// Tools that a search finds unasked.
@@ -139,9 +139,9 @@ fn search_output() -> Value {
     })
 }
 
-/// Every type of JSON by its name, and of what it is made: a schema that says nothing
-/// means the same, and interfaces of models refuse a tool that has a list of they do not
-/// know what, or take an object without a word for an empty one.
+/// Every type of JSON by its name, and what it is made of. A schema that says nothing means
+/// the same, but interfaces of models reject a tool whose schema has an array of unspecified
+/// items, or take an object of unspecified members for an empty one.
 fn any_json() -> Value {
     let of_one = ["string", "number", "boolean", "null"];
     let of_many = [

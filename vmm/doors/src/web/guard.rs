@@ -14,7 +14,7 @@ use hyper::Uri;
 use hyper::header::{self, HeaderMap, HeaderValue};
 use hyper::http::uri::Authority;
 
-/// Headers of which one is read, by whoever is between here and a client maybe another.
+/// Headers that may come only once: given two, a proxy might go by another than we do.
 const SINGLE: &[&str] =
     &["content-type", "last-event-id", "mcp-protocol-version", "mcp-session-id"];
 

@@ -275,7 +275,7 @@ impl Arrivals<'_> {
 /// What the requests of one connection have in common.
 struct OfOne {
     standing: Arc<Standing>,
-    /// Told of each.
+    /// Notified of each request.
     asked: Arc<Notify>,
     owed: Arc<AtomicBool>,
     closing: watch::Receiver<bool>,
@@ -369,7 +369,7 @@ async fn refuse(mut stream: Box<dyn Stream>) {
 /// A client's end of a connection.
 struct Wire {
     stream: Box<dyn Stream>,
-    /// Bytes that came.
+    /// How many bytes the client has sent.
     heard: Arc<AtomicU64>,
     /// What was read to see whether the client is there. It comes before all else.
     ahead: Vec<u8>,

@@ -2,9 +2,9 @@
 //!
 //! Whoever reaches a door can open connections and say nothing. So one is a stranger
 //! until a request on it has shown a token, and where no place is left, the stranger who
-//! has been here for longest makes room. Of one holder an eighth of all places is out of
-//! reach for others; what it has beyond them makes room where strangers have less than that.
-//! Only among those who are known does one more find none.
+//! has been here for longest makes room. Each token holder keeps up to an eighth of all places
+//! safe from others. Connections beyond that make room first, as long as strangers hold less
+//! than an eighth. One more finds no place only where all places are kept.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,7 +24,7 @@ const SHARE: usize = 8;
 /// How many connections there are.
 #[derive(Debug, Default)]
 pub(crate) struct Connections {
-    /// Open now.
+    /// Connections that are open now.
     pub(crate) open: AtomicU64,
     /// That there was no room for, or no more.
     pub(crate) refused: AtomicU64,
@@ -49,7 +49,7 @@ struct Guests {
     surplus: BTreeMap<u64, oneshot::Sender<()>>,
     /// How many stay of each holder that has any.
     staying: HashMap<String, usize>,
-    /// How many may.
+    /// How many connections of one holder may stay.
     of_one_max: usize,
 }
 

@@ -23,7 +23,7 @@ pub struct TokenHash([u8; 32]);
 pub struct NoTokenHash;
 
 impl TokenHash {
-    /// Of this token.
+    /// Hashes a token.
     #[must_use]
     pub fn of(token: &[u8]) -> Self {
         Self(Sha256::digest(token).into())
@@ -77,7 +77,7 @@ impl Unauthenticated {
     /// Whom the token speaks for is not known.
     pub(crate) const NOBODYS: Self = Self::Invalid("nobody has this token");
 
-    /// In words.
+    /// What is wrong, in words.
     pub(crate) fn what(self) -> &'static str {
         let (Self::Without(what) | Self::Invalid(what)) = self;
         what

@@ -119,7 +119,7 @@ impl ExitFloor {
         Ok(Self { machine, watchdog: Watchdog::new().map_err(said)? })
     }
 
-    /// So many exits.
+    /// Runs the guest for this many exits.
     pub(super) fn run(&mut self, exits: u32) -> Result<(), String> {
         let _armed = self.watchdog.arm(deadline_in(Duration::from_secs(10)));
         match self.machine.run(&mut Countdown(exits), self.watchdog.stop()) {

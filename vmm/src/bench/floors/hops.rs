@@ -112,7 +112,7 @@ impl Row {
         Ok(self)
     }
 
-    /// There and back.
+    /// Passes a message there and back, and returns how long that took.
     fn pass(&mut self) -> Result<Duration, String> {
         let mut bytes = [7; PING_BYTES];
         let started = Instant::now();

@@ -53,12 +53,12 @@ impl Beside {
         Ok(Self { child: child.map_err(said)?, socket })
     }
 
-    /// Has it measure.
+    /// Asks the child to measure.
     pub(super) fn ask(&mut self) -> Result<(), String> {
         self.socket.write_all(&[0]).map_err(said)
     }
 
-    /// What it measured.
+    /// Waits for what the child measured.
     pub(super) fn answer(&mut self) -> Result<u64, String> {
         let mut answer = [0; 8];
         self.socket.read_exact(&mut answer).map_err(said)?;

@@ -98,7 +98,7 @@ fn check(args: &ConfigCheckArgs) -> Result<ExitCode, CliError> {
 /// Whose reading of a file is checked.
 #[derive(Clone, Copy)]
 enum Of<'a> {
-    /// Every command's.
+    /// The reading of every command.
     Everybody,
     /// A service's and its toolbroker's, until this is raised.
     AService(&'a Cancel),

@@ -33,7 +33,7 @@ pub(super) struct LowService {
     socket: Option<PathBuf>,
     /// Who may connect: the socket's mode, octal.
     mode: Option<String>,
-    /// Runs at once.
+    /// Runs that may be carried out at the same time.
     runs_max: Option<usize>,
     /// Runs that wait for their turn.
     queue_max: Option<usize>,
@@ -90,7 +90,7 @@ pub(crate) struct ServiceConfig {
     pub(crate) mode: u32,
     /// Where it listens on AF_VSOCK, if anywhere.
     pub(crate) vsock: Option<VsockAddress>,
-    /// The rest.
+    /// All other settings of the service.
     pub(crate) options: ServiceOptions,
 }
 

@@ -92,9 +92,9 @@ pub enum CgroupError {
     File {
         /// Which it was: reading, writing, making.
         what: &'static str,
-        /// Its path.
+        /// The file's path.
         path: PathBuf,
-        /// Why.
+        /// Why it failed.
         source: io::Error,
     },
     /// A name that is no single path element.
@@ -247,7 +247,7 @@ impl Parent {
         &self.missing
     }
 
-    /// Where it is.
+    /// The folder of the group.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -469,7 +469,7 @@ impl Group {
         }))
     }
 
-    /// Where it is.
+    /// The folder of the group.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path

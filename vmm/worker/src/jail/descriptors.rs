@@ -9,7 +9,7 @@ use std::os::fd::RawFd;
 /// One open descriptor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Descriptor {
-    /// Its number.
+    /// The descriptor's number.
     pub number: RawFd,
     /// What it is, in the kernel's words: `socket:[123]`, `anon_inode:kvm-vm`,
     /// a path.

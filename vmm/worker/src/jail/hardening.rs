@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::cgroup::Controller;
 use super::landlock::ABI_WANTED;
 
-/// What is on.
+/// The protections that are in force around workers.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Hardening {
     /// A virtual machine within all of this.
@@ -85,7 +85,7 @@ pub enum Weakness {
     NoLandlock,
     /// The kernel's Landlock lacks scopes.
     OldLandlock {
-        /// Its version.
+        /// The version of Landlock that the kernel has.
         abi: i32,
     },
     /// No system-call filter is on.

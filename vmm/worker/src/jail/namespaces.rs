@@ -100,9 +100,9 @@ pub enum Namespaces {
 /// Where the child is and who.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
-    /// Its namespaces.
+    /// The namespaces that the child is in.
     pub namespaces: Namespaces,
-    /// Its identity.
+    /// The identity that the child has.
     pub identity: Identity,
 }
 
@@ -179,9 +179,9 @@ pub enum SpawnError {
     /// The executable cannot be opened.
     #[error("cannot open {path} to start it in a jail: {source}")]
     Command {
-        /// Which.
+        /// The executable's path.
         path: String,
-        /// Why.
+        /// Why it cannot be opened.
         source: io::Error,
     },
     /// The host gave no process, descriptor or namespace.
@@ -189,7 +189,7 @@ pub enum SpawnError {
     Host {
         /// What failed.
         what: &'static str,
-        /// How.
+        /// How it failed.
         source: io::Error,
         /// Which setting to look at, after a separator. Empty if none is known.
         hint: String,

@@ -13,7 +13,7 @@ use kvm_bindings as kvm;
 use super::slot;
 use crate::machine::pagemap;
 
-/// Whose filter.
+/// The kind of process that a system-call filter is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// The process that forks workers, and workers until they are set up.
@@ -25,10 +25,10 @@ pub enum Role {
 }
 
 impl Role {
-    /// All of them.
+    /// Every role.
     pub const ALL: [Self; 3] = [Self::Zygote, Self::Worker, Self::Process];
 
-    /// Its table.
+    /// The rules of this role's filter.
     #[must_use]
     pub fn rules(self) -> &'static [Rule] {
         match self {
@@ -55,7 +55,7 @@ impl Role {
 /// One call that is allowed.
 #[derive(Clone, Copy, Debug)]
 pub struct Rule {
-    /// Its number.
+    /// The call's number.
     pub number: libc::c_long,
     /// Its name, and that of the request where only one is allowed.
     pub name: &'static str,
@@ -78,7 +78,7 @@ impl Rule {
 /// 32 bits, or has nothing of interest in the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum When {
-    /// Whatever its arguments.
+    /// Allowed whatever the arguments are.
     Always,
     /// The argument of this index is this.
     Is(u8, u32),
@@ -180,7 +180,7 @@ const fn own_memory() -> Rule {
     let name = "mmap, private, not executable, no huge page";
     mmap(name, SHARED | FROM_THE_RESERVE, "the allocator's large blocks")
 }
-/// The one clock.
+/// Reading the one clock that is allowed.
 const fn monotonic() -> Rule {
     let name = "clock_gettime, CLOCK_MONOTONIC";
     is(libc::SYS_clock_gettime, name, 0, MONOTONIC, "time, where the vDSO has no fast clock")

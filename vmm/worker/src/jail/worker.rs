@@ -26,10 +26,10 @@ pub enum WorkerJailError {
     /// Descriptors stayed open.
     #[error("a worker cannot close the zygote's descriptors: {0}")]
     Close(io::Error),
-    /// A limit.
+    /// A resource limit cannot be set.
     #[error(transparent)]
     Limits(#[from] PrivilegeError),
-    /// The filter.
+    /// The filter cannot be put on.
     #[error(transparent)]
     Filter(#[from] FilterError),
 }

@@ -36,7 +36,7 @@ pub enum HypervisorError {
     /// Something else answers there.
     #[error("/dev/kvm speaks API version {got}, not {API_VERSION}")]
     Version {
-        /// Its version.
+        /// The API version that it answered.
         got: i32,
     },
     /// A capability is missing.

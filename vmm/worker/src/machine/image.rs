@@ -14,7 +14,7 @@ use super::mapping::CodeFile;
 /// A stretch of the image and who may do what with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Segment {
-    /// Where it starts.
+    /// The address at which the segment starts.
     start: u64,
     /// The page behind its last.
     end: u64,

@@ -174,7 +174,7 @@ impl Code {
         &self.file
     }
 
-    /// What it is.
+    /// The mapped bytes.
     pub(super) fn bytes(&self) -> &[u8] {
         // SAFETY: the mapping is readable for this length as long as `self`
         // lives, and nobody can write it.

@@ -58,7 +58,7 @@ pub enum MachineError {
     /// A KVM call failed.
     #[error("KVM: {call} failed: {source}")]
     Kvm {
-        /// Which call.
+        /// The call that failed.
         call: &'static str,
         /// What the kernel said.
         source: kvm_ioctls::Error,
@@ -89,7 +89,7 @@ pub enum MachineError {
     /// A run changed more than a reset puts back.
     #[error("{pages} pages have changed, and a reset puts back at most {RESET_PAGES_MAX}")]
     TooChanged {
-        /// How many.
+        /// How many pages have changed.
         pages: usize,
     },
     /// The guest image does not fit the platform: this build is broken.

@@ -80,7 +80,7 @@ pub struct Checkpoint {
 /// What a reset put back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ResetDone {
-    /// How many pages.
+    /// How many pages were put back.
     pub pages: usize,
 }
 

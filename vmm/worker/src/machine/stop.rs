@@ -201,7 +201,7 @@ impl Watchdog {
 #[derive(Debug)]
 pub struct Armed<'a> {
     watchdog: &'a Watchdog,
-    /// Which time of arming it is: a guard that outlives that ends nothing.
+    /// Which arming this guard belongs to: dropped after a later one, it disarms nothing.
     time: u64,
 }
 

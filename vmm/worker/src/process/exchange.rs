@@ -28,12 +28,12 @@ use crate::worker::{BOOT_TIME_MAX, Verdict, elapsed_ns, not_ready, split};
 enum Phase {
     /// It waits for a program, or loads one that has no run yet.
     Standing {
-        /// Since when.
+        /// When it began to wait or to load.
         since: Instant,
     },
     /// It has a run.
     Running {
-        /// Since when.
+        /// When the run began.
         since: Instant,
     },
 }

@@ -15,7 +15,7 @@ pub enum Verdict {
     Ended(Ended),
     /// The guest panicked and left a message of this many bytes, it says.
     Panicked {
-        /// Its length.
+        /// The message's length, in bytes, as the guest says.
         message_bytes: u32,
     },
     /// The deadline passed while the host waited for the guest's sake.
@@ -24,7 +24,7 @@ pub enum Verdict {
     Misbehaved(String),
     /// The connection to the broker is gone.
     BrokerLost(String),
-    /// Our own bug.
+    /// This code has a bug.
     Internal(String),
 }
 

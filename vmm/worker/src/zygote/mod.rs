@@ -83,7 +83,7 @@ pub const LIMITS: Limits =
 /// The filters of a zygote and its workers.
 #[derive(Clone, Debug)]
 pub struct Filters {
-    /// The zygote's.
+    /// The filter of the zygote.
     pub zygote: Filter,
     /// What a worker adds to it that has a VM.
     pub worker: Filter,
@@ -261,7 +261,7 @@ impl Zygote {
         // A worker without a VM checks by these; a guest that becomes a base makes
         // its own.
         let trust = trust.with_tables();
-        // Before /proc is gone, as what makings are taken from it.
+        // Before the jail takes /proc away, which this and the makings below read.
         text::move_to_large_pages();
         let mut makings = match setup.tier {
             Tier::Vm => Makings::Vm(Box::new(VmMakings::new()?)),

@@ -33,13 +33,13 @@ pub(super) struct Folder {
     kept: usize,
 }
 
-/// A file's content.
+/// What the file of a kept grant contains.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Kept {
     principal: String,
     session: String,
-    /// In base64.
+    /// The grant's token, in base64.
     token: String,
 }
 
