@@ -551,7 +551,8 @@ fn strict_pem(text: &str) -> Option<alloc::string::String> {
     const BEGIN: &str = "-----BEGIN ";
     const END: &str = "-----END ";
     const LINE: usize = 64;
-    let mut lines = text.lines().map(str::trim).skip_while(|line| !line.starts_with(BEGIN));
+    let mut lines =
+        text.split(['\n', '\r']).map(str::trim).skip_while(|line| !line.starts_with(BEGIN));
     let mut strict = alloc::string::String::from(lines.next()?);
     let mut written = 0;
     for line in lines {
@@ -842,7 +843,7 @@ mod tests {
             &|pem| alloc::format!("subject: me\n\n{pem}and more\n"),
             &|pem| pem.replace('\n', "  \n"),
             &|pem| pem.replace('\n', "\r\n\r\n"),
-            &|pem| pem.trim_end().to_string(),
+            &|pem| pem.replace('\n', "\r"),
             &of_20,
         ];
         for (number, way) in ways.iter().enumerate() {

@@ -47,6 +47,7 @@ fn main() -> ExitCode {
             usage_errors_exit_2_and_say_what_to_do,
             a_limit_that_is_said_twice_is_refused,
             a_trace_replaces_nothing_before_there_is_one,
+            a_trace_is_written_into_a_pipe_that_is_read_from_the_beginning,
             a_run_that_is_interrupted_before_it_begins_is_cancelled,
             help_that_cannot_be_written_is_a_failure,
             check_has_a_verdict_in_json_on_text_that_is_no_module,
@@ -693,6 +694,26 @@ fn a_trace_replaces_nothing_before_there_is_one() {
     assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains("this is the program"), "{}", text(&output.stderr));
     assert_eq!(fs::read(desk.path("hello.wat")).unwrap(), HELLO.as_bytes());
+    // Nor is a link taken away that leads to nothing yet.
+    std::os::unix::fs::symlink("later.json", desk.path("link.json")).unwrap();
+    desk.forge(&[&run[..], &["link.json", "--allow", "a.b", "hello.wat"]].concat());
+    assert!(desk.path("link.json").is_symlink());
+}
+
+fn a_trace_is_written_into_a_pipe_that_is_read_from_the_beginning() {
+    let desk = Desk::new();
+    desk.write("hello.wat", HELLO);
+    let made = std::process::Command::new("mkfifo").arg(desk.path("pipe")).status().unwrap();
+    assert!(made.success());
+    let read = std::thread::spawn({
+        let pipe = desk.path("pipe");
+        move || fs::read(pipe).unwrap()
+    });
+    let run = ["run", "--isolation", "process", "--sign-with", "signer.pem", "--trace", "pipe"];
+    let output = desk.forge(&[&run[..], &["hello.wat"]].concat());
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let trace: Value = serde_json::from_slice(&read.join().unwrap()).unwrap();
+    assert!(trace["traceEvents"].is_array());
 }
 
 fn a_run_that_is_interrupted_before_it_begins_is_cancelled() {

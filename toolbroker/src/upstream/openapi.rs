@@ -113,8 +113,9 @@ impl Api {
                 let reason = crate::cut(&why, ERROR_TEXT_BYTES_MAX);
                 tracing::warn!(server = tool.name().server(), ?reason, "nothing was sent");
                 // Whose run was over says nothing of the interface.
-                if !matches!(error, SendError::Late) {
-                    self.failed(tool, admission, reason);
+                match error {
+                    SendError::Late => admission.stands(),
+                    _ => self.failed(tool, admission, reason),
                 }
                 return end.into();
             }

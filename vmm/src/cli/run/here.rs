@@ -39,6 +39,7 @@ pub(super) fn run(
             let reason = "the run was cancelled before it began";
             let RunResult { report, artifacts, .. } =
                 RunResult::unstarted(tier, RunEnd::Cancelled, reason);
+            report.log(&order.principal);
             return Finished::here(&report, artifacts)?.show(args, &order.program, &[], Ok(()));
         }
         started => started?,
@@ -79,7 +80,11 @@ fn check_trace(path: &Path, program: &Path) -> Result<(), CliError> {
         let text = format!("--trace {}: this is the program", path.display());
         return Err(CliError::Usage(text));
     }
-    let is_there = path.try_exists().map_err(failed(path))?;
+    if fs::metadata(path).is_ok_and(|there| !there.is_file() && !there.is_dir()) {
+        // A pipe, whose reader would take this for all of it; or a terminal.
+        return Ok(());
+    }
+    let is_there = fs::symlink_metadata(path).is_ok();
     File::options().append(true).create(true).open(path).map_err(failed(path))?;
     // It was for the question alone.
     if is_there { Ok(()) } else { fs::remove_file(path).map_err(failed(path)) }
