@@ -243,9 +243,9 @@ impl From<CallEnd> for Said {
 pub enum Undone {
     /// No connection to its server could be made.
     Unreachable,
-    /// Its server is not asked for now.
+    /// Its server failed, and is left alone for a while.
     Unavailable,
-    /// There is no access token.
+    /// There is no access token, or it came too late.
     Unauthorized,
     /// Its server's process takes nothing.
     Busy,
